@@ -51,17 +51,18 @@ def make_data(count: int, routing: bool, seed: int = 0, scale: float = 1.0) -> l
     data = []
     for _ in range(count):
         tokens = int(scale * min(LONGEST, max(64, rng.lognormal(np.log(MEDIAN), SIGMA))))
-        mask = (rng.random(tokens) < 0.125).astype(np.float32)
-        mask[0] = 0
-        experts = np.zeros((tokens, *ROUTING), np.int16) if routing else None
-        data.append(Datum(np.zeros(tokens, np.int32), mask, mask, mask, routing=experts))
+        mask = rng.random(tokens) < 0.125
+        mask[0] = False
+        values = mask.astype(np.float32)
+        extras = {"routing": np.zeros((tokens, *ROUTING), np.int16)} if routing else {}
+        data.append(Datum(np.zeros(tokens, np.int32), mask, values, values, extras=extras))
     return data
 
 
 def nbytes(data: list[Datum]) -> int:
     """Bytes of all arrays."""
-    arrays = (getattr(d, name) for d in data for name in Datum.__slots__)
-    return sum(array.nbytes for array in arrays if array is not None)
+    core = [array for d in data for array in (d.token_ids, d.loss_mask, d.scaled_advantages, d.behaviour_logprobs)]
+    return sum(array.nbytes for array in [*core, *(extra for d in data for extra in d.extras.values())])
 
 
 async def measure(config: Config, data: list[Datum], world: int, steps: int) -> dict[str, Any]:

@@ -194,10 +194,10 @@ def make_data(lengths: tuple[int, ...] = (96, 64)) -> list[Datum]:
     """Sequences with the loss at the last half of their positions."""
     data = []
     for number, n in enumerate(lengths):
-        mask = np.zeros(n, np.float32)
-        mask[n // 2 :] = 1 / sum(lengths)
+        scale, mask = 1 / sum(lengths), np.arange(n) >= n // 2
         tokens = np.arange(n, dtype=np.int32) * (number + 3) % 512
-        data.append(Datum(tokens, mask, mask, np.where(mask, np.float32(-6), np.float32(0))))
+        weights, logprobs = (np.where(mask, value, 0).astype(np.float32) for value in (scale, -6))
+        data.append(Datum(tokens, mask, weights, logprobs, scale))
     return data
 
 

@@ -81,12 +81,10 @@ def make_micro_batch(micro_batch_tokens: int, trained: float) -> list[Datum]:
     micro_batch: list[Datum] = []
     while (left := micro_batch_tokens - sum(map(len, micro_batch))) >= 440:
         n = min(left, int(rng.integers(360, 440)))
-        mask = np.zeros(n, np.float32)
-        mask[max(1, round(n * (1 - trained))) :] = 1 / micro_batch_tokens
+        scale, mask = 1 / micro_batch_tokens, np.arange(n) >= max(1, round(n * (1 - trained)))
         tokens = rng.integers(0, HF_CONFIG["vocab_size"], n).astype(np.int32)
-        micro_batch.append(
-            Datum(tokens, mask, mask * np.float32(rng.normal()), np.where(mask, -7.6, 0).astype(np.float32))
-        )
+        weights, logprobs = (np.where(mask, v, 0).astype(np.float32) for v in (scale * rng.normal(), -7.6))
+        micro_batch.append(Datum(tokens, mask, weights, logprobs, scale))
     return micro_batch
 
 

@@ -45,10 +45,10 @@ def make_data(count: int) -> list[Datum]:
     data = []
     for _ in range(count):
         tokens = int(rng.integers(SHORTEST, LONGEST))
-        mask = np.zeros(tokens, np.float32)
-        mask[-tokens // 8 :] = 1 / (count * tokens)
-        logprobs = np.where(mask, -5.0, 0).astype(np.float32)
-        data.append(Datum(rng.integers(0, 256, tokens).astype(np.int32), mask, mask, logprobs))
+        scale, mask = 1 / (count * tokens), np.zeros(tokens, bool)
+        mask[-tokens // 8 :] = True
+        weights, logprobs = (np.where(mask, value, 0).astype(np.float32) for value in (scale, -5.0))
+        data.append(Datum(rng.integers(0, 256, tokens).astype(np.int32), mask, weights, logprobs, scale))
     return data
 
 

@@ -76,19 +76,19 @@ def make_batch(count: int = 12, vocab_size: int = 511, longest: int = 90, seed: 
     batch = []
     for _ in range(count):
         n = int(rng.integers(12, longest))
-        mask = np.zeros(n, np.float32)
-        mask[n // 4 : n // 2] = 1
-        mask[-n // 4 :] = 1
+        mask = np.zeros(n, bool)
+        mask[n // 4 : n // 2] = True
+        mask[-n // 4 :] = True
         batch.append(
             Datum(
                 token_ids=rng.integers(0, vocab_size, n).astype(np.int32),
-                loss_scale=mask,
+                loss_mask=mask,
                 scaled_advantages=mask * np.float32(rng.normal()),
                 behaviour_logprobs=np.where(mask, rng.normal(-6, 0.1, n), 0).astype(np.float32),
             )
         )
-    trained = sum(int(d.loss_scale.sum()) for d in batch)
+    trained = sum(int(d.loss_mask.sum()) for d in batch)
     for datum in batch:
-        datum.loss_scale /= trained
+        datum.loss_scale = 1 / trained
         datum.scaled_advantages /= trained
     return batch

@@ -85,9 +85,8 @@ def inputs(log_ratio: list[float], weights: list[float]) -> LossInputs:
     logprobs = torch.tensor(log_ratio, requires_grad=True)
     sequence = torch.zeros(n, dtype=torch.int64)
     rest = {"entropy": torch.zeros(n), "loss_scale": torch.ones(n), "behaviour": torch.zeros(n), "sequence": sequence}
-    return LossInputs(
-        logprobs=logprobs, scaled_advantages=torch.tensor(weights), sequences=1, proximal=torch.zeros(n), **rest
-    )
+    arrays = {"proximal": torch.zeros(n)}
+    return LossInputs(logprobs=logprobs, scaled_advantages=torch.tensor(weights), sequences=1, arrays=arrays, **rest)
 
 
 def test_the_loss_clips_at_its_own_bounds():

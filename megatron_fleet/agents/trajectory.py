@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import pairwise
@@ -159,6 +159,10 @@ class Trajectory:
     def segments(self) -> list[slice]:
         """Return the slice of each segment in the arrays."""
         return [slice(a, b) for a, b in pairwise((*self.segment_starts, len(self.token_ids)))]
+
+    def ages(self, version: int) -> Iterator[tuple[Span, int]]:
+        """Yield each span of sampled tokens, and the weight versions between its sampling and ``version``."""
+        return ((span, version - span.weight_version) for span in self.spans if span.kind == "action")
 
     def check(self, images_kept: bool = True) -> None:
         """Raise ValueError when an invariant is broken; called where trajectories enter the trainer.

@@ -1,4 +1,4 @@
-"""Conversion of groups to training sequences: filter, advantages, one global normaliser, and a fate per trajectory."""
+"""Conversion of groups to training sequences: filter, advantages, a fate per trajectory, a normaliser per update."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class Batch:
     """Training data of one step.
 
     Attributes:
-        data: whole segments, those of a trajectory consecutive; nothing is truncated.
+        data: whole segments, those of a trajectory consecutive; nothing is truncated. Their ``loss_scale`` is 1, see
+            `split_batch`.
         origin: aligned with ``data``.
         advantages: aligned with ``data``, before the normaliser.
         fates: aligned with the groups and their trajectories.
@@ -81,16 +82,13 @@ class Batch:
 
 
 def build_data(groups: Sequence[Group], algo: AlgorithmConfig, version: int | None = None) -> Batch:
-    """Turn the groups of one step (all of them: the normaliser is global) into scaled training sequences.
+    """Turn the groups of one step into training sequences, which `split_batch` divides among its updates.
 
     Args:
-        version: weight version to be updated, for `Datum.staleness`; ``None``: everything was sampled with it.
+        version: weight version to be updated, for the ages of tokens; ``None``: everything was sampled with it.
 
-    The normaliser counts trained sequences only, so excluded groups neither dilute the gradient nor change its scale;
-    groups without signal that are kept (``group_filter: none``) do count, with weight 0. Masked trajectories contribute
-    to their group's baseline and to nothing else. Every segment has its trajectory's advantage, and the normaliser
-    gives a split trajectory the weight that it would have unsplit. Losses with one ratio per sequence take it per
-    segment.
+    Masked trajectories contribute to their group's baseline and to nothing else. Every segment has its trajectory's
+    advantage. Losses with one ratio per sequence take it per segment.
     """
     batch = Batch([], [], [], [], [], 0)
     for g, group in enumerate(groups):
@@ -101,21 +99,24 @@ def build_data(groups: Sequence[Group], algo: AlgorithmConfig, version: int | No
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
                 assert advantage is not None, "a trained trajectory has a known reward"
-                for segment, datum in _unscaled_data(trajectory, version):
+                for segment, datum in _segments(trajectory, advantage, version):
                     batch.data.append(datum)
                     batch.origin.append(Origin(g, s, segment))
                     batch.advantages.append(advantage)
     batch.trained_tokens = sum(_tokens(d) for d in batch.data)
-    batch.data = _scale(batch.data, batch.origin, batch.advantages, algo)
     assert sum(batch.counts.values()) == sum(len(g.trajectories) for g in groups)
     assert batch.counts[Fate.TRAINED] == len({origin.trajectory for origin in batch.origin})
     return batch
 
 
 def split_batch(batch: Batch, parts: int, algo: AlgorithmConfig) -> list[list[Datum]]:
-    """Contiguous parts for several optimizer steps, each normalised over itself so that every step has full scale.
+    """Contiguous parts for the optimizer steps, each normalised over itself so that every step has full scale.
 
-    A trajectory is never split. Parts are never empty: there are fewer when there are fewer trajectories.
+    A trajectory is never split between parts. Parts are never empty: there are fewer when there are fewer trajectories.
+
+    The normaliser counts trained sequences only, so excluded groups neither dilute the gradient nor change its scale;
+    groups without signal that are kept (``group_filter: none``) do count, with weight 0. It gives a trajectory of
+    several segments the weight that it would have in one.
     """
     owners = [origin.trajectory for origin in batch.origin]
     firsts = [i for i, owner in enumerate(owners) if i == 0 or owner != owners[i - 1]]
@@ -149,36 +150,38 @@ def _trained_mask(trajectory: Trajectory) -> np.ndarray:
     return mask
 
 
-def _unscaled_data(trajectory: Trajectory, version: int | None) -> Iterator[tuple[int, Datum]]:
-    """Index and Datum of each segment with sampled tokens. ``loss_scale`` is 0 or 1 here, for ``_scale``."""
+def _segments(trajectory: Trajectory, advantage: float, version: int | None) -> Iterator[tuple[int, Datum]]:
+    """Index and Datum of each segment with sampled tokens."""
     trained = _trained_mask(trajectory)
-    ages = None if version is None else _ages(trajectory, version)
+    arrays = {} if version is None else {"staleness": _ages(trajectory, version) * trained}
+    extras = {} if trajectory.routing is None else {"routing": trajectory.routing}
     for number, part in enumerate(trajectory.segments()):
-        if trained[part].any():
-            mask = trained[part].astype(np.float32)
-            logprobs = np.where(mask > 0, trajectory.behaviour_logprobs[part], 0.0).astype(np.float32)
-            token_ids = trajectory.token_ids[part].astype(np.int32, copy=False)
-            routing = None if trajectory.routing is None else trajectory.routing[part]
-            staleness = None if ages is None else ages[part] * trained[part]
-            yield number, Datum(token_ids, mask, np.zeros_like(mask), logprobs, routing=routing, staleness=staleness)
+        if (mask := trained[part]).any():
+            yield (
+                number,
+                Datum(
+                    trajectory.token_ids[part].astype(np.int32, copy=False),
+                    mask,
+                    (mask * advantage).astype(np.float32),
+                    np.where(mask, trajectory.behaviour_logprobs[part], 0.0).astype(np.float32),
+                    arrays={name: values[part] for name, values in arrays.items()},
+                    extras={name: values[part] for name, values in extras.items()},
+                ),
+            )
 
 
 def _ages(trajectory: Trajectory, version: int) -> np.ndarray:
-    """Weight versions between the sampling of a token and ``version``, int32 ``[T]``; 0 at tokens that were not
-    sampled.
-    """
+    """`Trajectory.ages` of each token, int32 ``[T]``; 0 at tokens that were not sampled."""
     ages = np.zeros(len(trajectory.token_ids), np.int32)
-    for span in trajectory.spans:
-        if span.kind == "action":
-            ages[span.start : span.end] = version - span.weight_version
+    for span, age in trajectory.ages(version):
+        ages[span.start : span.end] = age
     return ages
 
 
 def _scale(
     data: Sequence[Datum], origin: Sequence[Origin], advantages: Sequence[float], algo: AlgorithmConfig
 ) -> list[Datum]:
-    """Apply the normaliser, and the advantages times it, to ``data``. Idempotent: reads which positions are trained,
-    not their scale.
+    """Return ``data`` with the normaliser, and the advantages times it.
 
     token_mean: 1 / (trained tokens of all sequences), DAPO, arXiv:2503.14476 §3.3.
     sequence_mean: 1 / (trajectories × trained tokens of this one), GRPO, arXiv:2402.03300 eq. 3.
@@ -194,11 +197,9 @@ def _scale(
             "sequence_mean": len(tokens) * tokens[place.trajectory],
             "constant": len(tokens) * algo.reduction_constant,
         }[algo.reduction]
-        trained = datum.loss_mask
-        mask = np.where(trained, 1.0 / denominator, 0.0)
-        scaled.append(
-            replace(datum, loss_scale=mask.astype(np.float32), scaled_advantages=(mask * advantage).astype(np.float32))
-        )
+        scale = 1.0 / denominator
+        advantages_there = (datum.loss_mask * (scale * advantage)).astype(np.float32)
+        scaled.append(replace(datum, loss_scale=scale, scaled_advantages=advantages_there))
     return scaled
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,9 +24,7 @@ class LossInputs:
         behaviour: log μ.
         sequence: int64 ``[A]``, below ``sequences``: index of the sequence that a position belongs to.
         sequences: sequences in the micro-batch; some may have no trained position.
-        proximal: log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π).
-        reference: log π_ref; ``None`` when there is no KL term.
-        staleness: weight versions since a token was sampled; ``None`` = 0 everywhere.
+        arrays: further values by name, see `Datum.arrays`.
     """
 
     logprobs: torch.Tensor
@@ -36,9 +34,27 @@ class LossInputs:
     behaviour: torch.Tensor
     sequence: torch.Tensor
     sequences: int
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    staleness: torch.Tensor | None = None
+    arrays: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def array(self, name: str) -> torch.Tensor | None:
+        """Return further values by name; ``None``: the data have none. Without any position there are all, empty."""
+        found = self.arrays.get(name)
+        return self.behaviour if found is None and len(self.behaviour) == 0 else found
+
+    @property
+    def proximal(self) -> torch.Tensor | None:
+        """log π_old; ``None`` = the single-forward on-policy case, π_old := stop-grad(π)."""
+        return self.array("proximal")
+
+    @property
+    def reference(self) -> torch.Tensor | None:
+        """log π_ref; ``None`` when there is no KL term."""
+        return self.array("reference")
+
+    @property
+    def staleness(self) -> torch.Tensor | None:
+        """Weight versions since a token was sampled; ``None`` = 0 everywhere."""
+        return self.array("staleness")
 
     def old_logprobs(self) -> torch.Tensor:
         """log π_old, without gradient."""

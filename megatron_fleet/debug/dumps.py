@@ -11,8 +11,8 @@ import asyncio
 import json
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -122,45 +122,76 @@ def _write_head(partial: Path, config: Config, data: Sequence[Datum], record: Re
     write_atomically(partial / RECORD, json.dumps(record.to_json(), indent=1).encode())
 
 
+_CORE = ("token_ids", "loss_mask", "scaled_advantages", "behaviour_logprobs")
+"""Arrays that every Datum has."""
+
+
 def save_data(path: Path, data: Sequence[Datum]) -> None:
     """Write ``data`` bit for bit.
 
-    Layout: ``sequences`` int64 is the number of sequences. A field of Datum is one array: those of all sequences,
-    concatenated along their first axis; ``<field>.lengths`` int64 ``[sequences]`` has the length of each, −1 for
-    ``None``. A field that is ``None`` everywhere is absent.
+    Layout: ``sequences`` int64 is the number of sequences, ``loss_scale`` float64 ``[sequences]``, ``plain`` the values
+    of `Datum.extras` that are not arrays, as JSON. Every array of a Datum is one here, of all sequences, concatenated
+    along their first axis: ``token_ids``, ``arrays.proximal``, ``extras.routing``; its ``<name>.lengths`` int64
+    ``[sequences]`` has the length of each, −1 where a sequence has none.
 
     Raises:
-        TypeError: a Datum holds something other than arrays.
+        TypeError: a Datum holds something else.
     """
-    content = {"sequences": np.array(len(data), np.int64)}
-    for field in fields(Datum):
-        values = [getattr(datum, field.name) for datum in data]
-        arrays = [value for value in values if value is not None]
-        if wrong := next((a for a in arrays if not isinstance(a, np.ndarray) or a.ndim == 0), None):
-            raise TypeError(f"Datum.{field.name} is a {type(wrong).__name__}, not an array")
-        if arrays:
-            content[field.name] = np.concatenate(arrays)
-            lengths = [-1 if value is None else len(value) for value in values]
-            content[f"{field.name}.lengths"] = np.array(lengths, np.int64)
+    found = [_arrays(datum) for datum in data]
+    plain = [
+        json.dumps({name: v for name, v in datum.extras.items() if not isinstance(v, np.ndarray)}) for datum in data
+    ]
+    content = {
+        "sequences": np.array(len(data), np.int64),
+        "loss_scale": np.array([datum.loss_scale for datum in data], np.float64),
+        "plain": np.array(plain, np.str_),
+    }
+    for name in dict.fromkeys(name for arrays in found for name in arrays):
+        values = [arrays.get(name) for arrays in found]
+        present = [value for value in values if value is not None]
+        if wrong := next((a for a in present if not isinstance(a, np.ndarray) or a.ndim == 0), None):
+            raise TypeError(f"Datum.{name} is a {type(wrong).__name__}, not an array")
+        content[name] = np.concatenate(present)
+        lengths = [-1 if value is None else len(value) for value in values]
+        content[f"{name}.lengths"] = np.array(lengths, np.int64)
     with path.open("wb") as file:
         np.savez_compressed(file, allow_pickle=False, **content)
 
 
+def _arrays(datum: Datum) -> dict[str, np.ndarray]:
+    """Arrays of a Datum by their names in a file."""
+    arrays = {f"arrays.{name}": values for name, values in datum.arrays.items()}
+    extras = {f"extras.{name}": v for name, v in datum.extras.items() if isinstance(v, np.ndarray)}
+    return {name: getattr(datum, name) for name in _CORE} | arrays | extras
+
+
 def load_data(path: Path) -> list[Datum]:
-    """Read a file written by `save_data`. Raises UserError when it is damaged, or holds objects."""
+    """Read a file written by `save_data`. Raises UserError when it is damaged, holds objects, or is of an older
+    version.
+    """
     try:
         with np.load(path, allow_pickle=False) as file:
             content = dict(file)
-        columns: dict[str, list[Any]] = {}
-        for field in fields(Datum):
-            if field.name in content:
-                columns[field.name] = _split(content[field.name], content[f"{field.name}.lengths"])
-        count = int(content["sequences"])
-        return [Datum(**{name: values[i] for name, values in columns.items()}) for i in range(count)]
+        count, scales, plain = int(content.pop("sequences")), content.pop("loss_scale"), content.pop("plain", None)
+        columns = {
+            name: _split(joined, content[f"{name}.lengths"])
+            for name, joined in content.items()
+            if not name.endswith(".lengths")
+        }
+        if plain is not None:
+            return [_datum(columns, i, float(scales[i]), json.loads(str(plain[i]))) for i in range(count)]
     except Exception as error:  # zipfile, zlib and numpy raise anything for a damaged archive
         raise UserError(
             f"{path}: cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
         ) from None
+    raise UserError(f"{path}: was written by an older version; replay the dump with that one.")
+
+
+def _datum(columns: Mapping[str, Sequence[Any]], index: int, scale: float, extras: dict[str, Any]) -> Datum:
+    there = {name: values[index] for name, values in columns.items() if values[index] is not None}
+    arrays = {name.removeprefix("arrays."): v for name, v in there.items() if name.startswith("arrays.")}
+    extras |= {name.removeprefix("extras."): v for name, v in there.items() if name.startswith("extras.")}
+    return Datum(**{name: there[name] for name in _CORE}, loss_scale=scale, arrays=arrays, extras=extras)
 
 
 def _split(joined: np.ndarray, lengths: np.ndarray) -> list[np.ndarray | None]:

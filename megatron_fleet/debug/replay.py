@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -122,9 +122,13 @@ def _micro_batch(recorded: MicroBatchLoss, data: Sequence[Datum], losses: Sequen
 
 
 def not_finite(datum: Datum) -> list[str]:
-    """Fields with a non-finite value at a trained token."""
-    values = {f.name: getattr(datum, f.name) for f in fields(datum)}
-    arrays = {name: a for name, a in values.items() if isinstance(a, np.ndarray) and a.dtype.kind == "f"}
+    """Names of the values that are not finite at a trained token."""
+    arrays = {
+        "loss_scale": np.full(len(datum), datum.loss_scale),
+        "scaled_advantages": datum.scaled_advantages,
+        "behaviour_logprobs": datum.behaviour_logprobs,
+        **datum.arrays,
+    }
     return [name for name, array in arrays.items() if not np.isfinite(array[datum.loss_mask]).all()]
 
 

@@ -271,14 +271,8 @@ def age(group: Group, version: int) -> int:
 
 def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
     """Return int64 ``[N]``: for each span of sampled tokens, weight versions between its sampling and ``version``."""
-    sampled = [
-        version - span.weight_version
-        for group in groups
-        for trajectory in group.trajectories
-        for span in trajectory.spans
-        if span.kind == "action"
-    ]
-    return np.array(sampled, np.int64)
+    ages = [age for group in groups for trajectory in group.trajectories for _, age in trajectory.ages(version)]
+    return np.array(ages, np.int64)
 
 
 @asynccontextmanager

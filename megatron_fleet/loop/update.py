@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -28,11 +27,9 @@ async def update(
     """
     algorithm = config.algorithm
     if algorithm.kl.coef > 0:
-        updates = [
-            with_logprobs(data, "reference_logprobs", await trainer.forward(data, "reference")) for data in updates
-        ]
+        updates = [with_logprobs(data, "reference", await trainer.forward(data, "reference")) for data in updates]
     if len(updates) > 1 and needs_proximal(algorithm):
-        updates = [with_logprobs(data, "proximal_logprobs", await trainer.forward(data)) for data in updates]
+        updates = [with_logprobs(data, "proximal", await trainer.forward(data)) for data in updates]
     parts, reports = config.policy.updates_per_batch, []
     for part, data in enumerate(updates):
         lr = lr_at(step * parts + part, config.policy.optimizer, config.run.last_step * parts)
@@ -42,9 +39,8 @@ async def update(
 
 
 def with_logprobs(data: Sequence[Datum], name: str, values: Sequence[np.ndarray]) -> list[Datum]:
-    """Return ``data`` with field ``name`` of every Datum filled in."""
-    changes: list[dict[str, Any]] = [{name: value} for value in values]
-    return [replace(datum, **change) for datum, change in zip(data, changes, strict=True)]
+    """Return ``data`` with ``values`` as the array ``name``."""
+    return [replace(datum, arrays=datum.arrays | {name: found}) for datum, found in zip(data, values, strict=True)]
 
 
 def lr_at(step: int, optimizer: OptimizerConfig, total_steps: int) -> float:

@@ -198,7 +198,7 @@ class Trainer(Protocol):
         which: Literal["current", "reference"] = "current",
         temperature: float | None = None,
     ) -> list[np.ndarray]:
-        """Log-probs, float32 ``[T]`` for each Datum, 0 where ``loss_scale`` is 0. No gradient.
+        """Log-probs, float32 ``[T]`` for each Datum, 0 where ``loss_mask`` is false. No gradient.
 
         Args:
             temperature: ``None`` = the sampling temperature.

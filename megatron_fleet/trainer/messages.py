@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -104,32 +104,35 @@ class RankReady:
     sees_folder: bool = True
 
 
-_WHOLE = ("token_ids", "routing")
-"""Fields of a Datum that matter at every token; the others do at trained positions only, and are 0 elsewhere."""
-
-
 def datum_to_plain(datum: Datum) -> list[Any]:
-    """Encode a Datum as a part of a frame: the trained positions as bits, then its fields in order."""
+    """Encode a Datum as a part of a frame, its arrays at the trained positions only: elsewhere they are 0."""
     mask = datum.loss_mask
-    plain: list[Any] = [np.packbits(mask).tobytes()]
-    for field in fields(Datum):
-        value = getattr(datum, field.name)
-        kept = value if value is None or field.name in _WHOLE else value[mask]
-        plain.append(None if kept is None else array_to_plain(kept))
-    return plain
+    kept = {"advantages": datum.scaled_advantages, "behaviour": datum.behaviour_logprobs} | datum.arrays
+    return [
+        np.packbits(mask).tobytes(),
+        array_to_plain(datum.token_ids),
+        datum.loss_scale,
+        {name: array_to_plain(values[mask]) for name, values in kept.items()},
+        {name: array_to_plain(v) for name, v in datum.extras.items() if isinstance(v, np.ndarray)},
+        {name: v for name, v in datum.extras.items() if not isinstance(v, np.ndarray)},
+    ]
 
 
 def datum_from_plain(values: Sequence[Any]) -> Datum:
-    """Inverse of `datum_to_plain`; ``token_ids`` and ``routing`` are read-only."""
-    bits, *plain = values
-    arrays = [None if value is None else array_from_plain(value) for value in plain]
-    found: dict[str, Any] = dict(zip([field.name for field in fields(Datum)], arrays, strict=True))
-    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(found["token_ids"])).view(bool)
-    for name, kept in found.items():
-        if kept is not None and name not in _WHOLE:
-            found[name] = np.zeros(len(mask), kept.dtype)
-            found[name][mask] = kept
-    return Datum(**found)
+    """Inverse of `datum_to_plain`; ``token_ids`` and arrays in ``extras`` are read-only."""
+    bits, tokens, scale, kept, extra_arrays, extras = values
+    token_ids = array_from_plain(tokens)
+    mask = np.unpackbits(np.frombuffer(bits, np.uint8), count=len(token_ids)).view(bool)
+
+    def whole(plain: list[Any]) -> np.ndarray:
+        there = array_from_plain(plain)
+        found = np.zeros(len(mask), there.dtype)
+        found[mask] = there
+        return found
+
+    arrays = {name: whole(plain) for name, plain in kept.items()}
+    extras |= {name: array_from_plain(plain) for name, plain in extra_arrays.items()}
+    return Datum(token_ids, mask, arrays.pop("advantages"), arrays.pop("behaviour"), scale, arrays, extras)
 
 
 def results_to_plain(data: Sequence[Datum], values: Sequence[np.ndarray]) -> list[Any]:

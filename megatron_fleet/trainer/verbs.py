@@ -294,4 +294,4 @@ def _cut(x: LossInputs, start: int, end: int) -> LossInputs:
     """Slice the inputs to positions ``[start, end)``, all of one sequence."""
     values = {f.name: getattr(x, f.name) for f in fields(x)}
     cut: dict[str, Any] = {name: v[start:end] for name, v in values.items() if isinstance(v, torch.Tensor)}
-    return replace(x, **cut)
+    return replace(x, **cut, arrays={name: v[start:end] for name, v in x.arrays.items()})

@@ -86,9 +86,11 @@ def random_micro_batch(tokens: int, longest: int, vocab: int) -> Sequence[Datum]
     trained = sum(lengths) - len(lengths)
     micro_batch = []
     for length in lengths:
-        mask = np.full(length, 1 / trained, np.float32)
-        mask[0] = 0
-        micro_batch.append(Datum(rng.integers(0, vocab, length).astype(np.int32), mask, mask, np.zeros_like(mask)))
+        mask = np.arange(length) > 0
+        weights, zeros = (mask / trained).astype(np.float32), np.zeros(length, np.float32)
+        micro_batch.append(
+            Datum(rng.integers(0, vocab, length).astype(np.int32), mask, weights, zeros, loss_scale=1 / trained)
+        )
     return micro_batch
 
 

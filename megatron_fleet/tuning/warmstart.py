@@ -154,8 +154,13 @@ def play_demonstration(
     trajectory = asyncio.run(run_episode(task, 0, 0, actor, actor, renderer, settings, None, task.key))
     turns = np.flatnonzero(trajectory.token_ids == renderer.tokenizer.special[IM_START])
     start = 0 if whole else turns[1]
-    mask = trajectory.action_mask[start:].astype(np.float32)
-    return Datum(trajectory.token_ids[start:], mask, mask, np.zeros_like(mask))
+    return imitated(trajectory.token_ids[start:], trajectory.action_mask[start:])
+
+
+def imitated(token_ids: np.ndarray, mask: np.ndarray) -> Datum:
+    """A sequence whose tokens at ``mask`` the policy learns to write."""
+    weights = mask.astype(np.float32)
+    return Datum(token_ids, mask, weights, np.zeros_like(weights))
 
 
 def episodes(tokenizer: Tokenizer, whole: bool) -> Callable[[random.Random], Iterator[Datum]]:
@@ -184,9 +189,9 @@ def tables(tokenizer: Tokenizer) -> Callable[[random.Random], Iterator[Datum]]:
             rng.shuffle(lines)
             shown = "".join(f"<tool_response>\n{result}\n</tool_response>\n" for result in results)
             read, written = tokenizer.encode(shown), tokenizer.encode(thinking(lines))
-            mask = np.array([0] * len(read) + [1] * len(written), np.float32)
+            mask = np.array([False] * len(read) + [True] * len(written))
             if lines:
-                yield Datum(np.array(read + written, np.int32), mask, mask, np.zeros_like(mask))
+                yield imitated(np.array(read + written, np.int32), mask)
 
     return rows
 
@@ -307,11 +312,8 @@ def run_course(policy: MegatronPolicy, course: Course, rng: random.Random) -> No
 
 def normalised(batch: Sequence[Datum]) -> list[Datum]:
     """Scale the weights to sum to 1: the loss is then a mean over the trained tokens of the batch."""
-    total = sum(float(datum.loss_scale.sum()) for datum in batch)
-    return [
-        replace(datum, loss_scale=datum.loss_scale / total, scaled_advantages=datum.scaled_advantages / total)
-        for datum in batch
-    ]
+    total = sum(int(np.count_nonzero(datum.loss_mask)) for datum in batch)
+    return [replace(datum, loss_scale=1 / total, scaled_advantages=datum.scaled_advantages / total) for datum in batch]
 
 
 def course_lr(course: Course, step: int) -> float:

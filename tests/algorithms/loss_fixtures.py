@@ -75,6 +75,8 @@ def pack(
         return torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.float64, requires_grad=True)
 
     like = [torch.ones_like(s.old) for s in micro_batch]
+    arrays = {"proximal": joined([s.old for s in micro_batch]).detach()} if proximal else {}
+    arrays |= {"reference": joined([s.reference for s in micro_batch]).detach()} if reference else {}
     return LossInputs(
         logprobs=joined([s.logprobs for s in micro_batch]),
         entropy=joined([s.entropy for s in micro_batch]),
@@ -83,10 +85,9 @@ def pack(
             [m * s.advantage * one for s, m, one in zip(micro_batch, scales, like, strict=True)]
         ).detach(),
         behaviour=joined([s.behaviour for s in micro_batch]).detach(),
-        proximal=joined([s.old for s in micro_batch]).detach() if proximal else None,
-        reference=joined([s.reference for s in micro_batch]).detach() if reference else None,
         sequence=torch.tensor([i for i, s in enumerate(micro_batch) for _ in range(len(s))], dtype=torch.int64),
         sequences=len(micro_batch),
+        arrays=arrays,
     )
 
 

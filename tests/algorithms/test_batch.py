@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.advantages import ADVANTAGES
-from megatron_fleet.algorithms.batch import Fate, Origin, build_data, split_batch
+from megatron_fleet.algorithms.batch import Batch, Fate, Origin, build_data, split_batch
+from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.groups import FILTERS
 from megatron_fleet.config.schema import AlgorithmConfig
 from megatron_fleet.config.sections.algorithm import Cut
@@ -32,6 +33,17 @@ def trajectory(reward: float | None, mask: str = "..##.#", sample: int = 0) -> T
 def group(*rewards: float | None, masks: tuple[str, ...] = ()) -> Group:
     masks = masks or ("..##.#",) * len(rewards)
     return Group(0, "t", "e", [trajectory(r, m, i) for i, (r, m) in enumerate(zip(rewards, masks, strict=True))])
+
+
+def scaled(batch: Batch, algo: AlgorithmConfig) -> list[Datum]:
+    """The data of a step with one update."""
+    (part,) = split_batch(batch, 1, algo)
+    return part
+
+
+def weight(datum: Datum) -> float:
+    """Sum of the normaliser over the trained tokens."""
+    return float(datum.loss_mask.sum()) * datum.loss_scale
 
 
 masks = st.lists(st.text("#.", min_size=1, max_size=6), min_size=1, max_size=3).map("|".join)
@@ -76,7 +88,7 @@ def test_fates_by_hand():
     kept = build_data(groups, AlgorithmConfig(group_filter="none"))
     assert kept.fates[1] == [t, t]
     equal = [d for d, o in zip(kept.data, kept.origin, strict=True) if o.group == 1]
-    assert all(not d.scaled_advantages.any() and d.loss_scale.any() for d in equal)
+    assert all(not d.scaled_advantages.any() and d.loss_mask.any() for d in equal)
 
 
 def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing():
@@ -89,7 +101,7 @@ def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing()
     assert everything.fates == [[Fate.TRAINED] * 4] == build_data([cut], AlgorithmConfig(masked_outcomes=())).fates
     # The same baseline, and a normaliser of what is trained.
     assert batch.advantages == [everything.advantages[i] for i in (0, 2, 3)]
-    assert sum(d.loss_scale.sum() for d in batch.data) == pytest.approx(1) and batch.trained_tokens == 9
+    assert sum(map(weight, scaled(batch, AlgorithmConfig()))) == pytest.approx(1) and batch.trained_tokens == 9
     assert build_data([cut], AlgorithmConfig(masked_outcomes=("max_turns",))).counts[Fate.MASKED] == 1
 
 
@@ -98,27 +110,29 @@ def test_masked_outcomes_are_outcomes_with_a_verdict():
 
 
 def test_data_by_hand():
-    batch = build_data([group(1, 0, masks=("..##.#", ".#"))], AlgorithmConfig(advantage="grpo_no_std"))
-    first, second = batch.data
-    assert first.loss_scale.tolist() == [0, 0, 0.25, 0.25, 0, 0.25]  # 3 + 1 trained tokens
+    algo = AlgorithmConfig(advantage="grpo_no_std")
+    batch = build_data([group(1, 0, masks=("..##.#", ".#"))], algo)
+    assert [d.scaled_advantages.tolist() for d in batch.data] == [[0, 0, 0.5, 0.5, 0, 0.5], [0, -0.5]]
+    assert [d.loss_scale for d in batch.data] == [1, 1]
+    first, second = scaled(batch, algo)
+    assert first.loss_mask.tolist() == [False, False, True, True, False, True]
+    assert first.loss_scale == second.loss_scale == 0.25  # 3 + 1 trained tokens
     assert first.scaled_advantages.tolist() == [0, 0, 0.125, 0.125, 0, 0.125]  # advantage 0.5
     assert second.scaled_advantages.tolist() == [0, -0.125]
     assert first.behaviour_logprobs.tolist() == [0, 0, -0.75, -1.0, 0, -1.5]
     assert batch.origin == [Origin(0, 0), Origin(0, 1)]
-    assert first.proximal_logprobs is first.reference_logprobs is None
-    assert (first.token_ids.dtype, first.loss_scale.dtype, first.scaled_advantages.dtype) == (
-        np.int32,
-        np.float32,
-        np.float32,
-    )
+    assert first.arrays == first.extras == {}
+    types = (first.token_ids.dtype, first.loss_mask.dtype, first.scaled_advantages.dtype)
+    assert types == (np.int32, np.bool_, np.float32)
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
 def test_normalisers(reduction):
     groups = [group(1, 0, masks=("." + "#" * 9, ".#")), group(1, 1), group(0, 1, masks=(".##", ".####"))]
-    batch = build_data(groups, AlgorithmConfig(reduction=reduction, reduction_constant=10))
-    assert len(batch.data) == 4  # the zero-signal group does not dilute
-    sums = [float(d.loss_scale.sum()) for d in batch.data]
+    algo = AlgorithmConfig(reduction=reduction, reduction_constant=10)
+    data = scaled(build_data(groups, algo), algo)
+    assert len(data) == 4  # the zero-signal group does not dilute
+    sums = [weight(d) for d in data]
     expected = {
         "token_mean": [9 / 16, 1 / 16, 2 / 16, 4 / 16],
         "sequence_mean": [1 / 4] * 4,
@@ -137,8 +151,8 @@ def test_each_part_of_a_split_is_normalised_over_itself(reduction):
     for part in parts:
         tokens = sum(np.count_nonzero(d.loss_mask) for d in part)
         scale = tokens / (10 * len(part)) if reduction == "constant" else 1
-        assert sum(float(d.loss_scale.sum()) for d in part) == pytest.approx(scale, rel=1e-6)
-    rejoined = [d.scaled_advantages[d.loss_mask] / d.loss_scale[d.loss_mask] for p in parts for d in p]
+        assert sum(map(weight, part)) == pytest.approx(scale, rel=1e-6)
+    rejoined = [d.scaled_advantages[d.loss_mask] / d.loss_scale for p in parts for d in p]
     for weights, advantage in zip(rejoined, batch.advantages, strict=True):
         assert weights == pytest.approx(advantage, rel=1e-5)
 
@@ -160,17 +174,18 @@ def test_a_trajectory_weighs_the_same_in_one_piece_and_in_many(reduction):
     assert (len(whole.data), len(parts.data), parts.counts[Fate.TRAINED]) == (3, 5, 3)
     assert [o.segment for o in parts.origin] == [0, 1, 3, 0, 0]  # nothing was sampled in segment 2
     assert parts.advantages[:3] == [whole.advantages[0]] * 3
-    assert weights_of(parts.data, parts.origin) == pytest.approx(weights_of(whole.data, whole.origin), rel=1e-6)
-    values = {float(x) for d in parts.data[:3] for x in d.loss_scale[d.loss_mask]}
-    assert len(values) == 1  # every token of a trajectory weighs the same
+    one, many = scaled(whole, algo), scaled(parts, algo)
+    assert weights_of(many, parts.origin) == pytest.approx(weights_of(one, whole.origin), rel=1e-6)
+    assert len({d.loss_scale for d in many[:3]}) == 1  # every token of a trajectory weighs the same
     assert parts.trained_tokens == whole.trained_tokens == 9
 
 
 def test_segments_by_hand():
-    batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], AlgorithmConfig(advantage="grpo_no_std"))
-    first, second, third = batch.data
+    algo = AlgorithmConfig(advantage="grpo_no_std")
+    batch = build_data([group(1, 0, masks=("..##|.#", ".#"))], algo)
+    first, second, third = scaled(batch, algo)
     assert first.token_ids.tolist() == [100, 101, 102, 103] and second.token_ids.tolist() == [104, 105]
-    assert second.loss_scale.tolist() == [0, 0.25] and second.behaviour_logprobs.tolist() == [0, -1.5]
+    assert second.loss_mask.tolist() == [False, True] and second.behaviour_logprobs.tolist() == [0, -1.5]
     assert third.scaled_advantages.tolist() == [0, -0.125]
     assert batch.origin == [Origin(0, 0, 0), Origin(0, 0, 1), Origin(0, 1, 0)]
 
@@ -179,8 +194,9 @@ def test_experts_go_with_their_segment():
     one, other = trajectory(1.0, "..#|.##|.."), trajectory(0.0, sample=1)
     one.routing = np.arange(2 * 8, dtype=np.uint8).reshape(8, 1, 2)
     first, second, third = build_data([Group(0, "t", "e", [one, other])], AlgorithmConfig()).data
-    assert first.routing.tolist() == one.routing[:3].tolist() and second.routing.tolist() == one.routing[3:6].tolist()
-    assert third.routing is None
+    assert first.extras["routing"].tolist() == one.routing[:3].tolist()
+    assert second.extras["routing"].tolist() == one.routing[3:6].tolist()
+    assert third.extras == {}
 
 
 def test_nothing_predicts_the_first_token_of_a_segment():
@@ -198,7 +214,7 @@ def test_a_split_keeps_the_segments_of_a_trajectory_together(parts):
     sizes = [len(part) for part in split]
     assert sizes == {1: [7], 2: [4, 3], 3: [4, 2, 1], 9: [4, 2, 1]}[parts]
     for part in split:
-        assert sum(float(d.loss_scale.sum()) for d in part) == pytest.approx(1, rel=1e-6)
+        assert sum(map(weight, part)) == pytest.approx(1, rel=1e-6)
 
 
 def test_a_trajectory_without_tokens_is_counted():
@@ -216,7 +232,7 @@ def test_a_split_has_no_empty_part():
 
 def test_the_first_token_is_never_trained():
     batch = build_data([group(1, 0, masks=("##", "##"))], AlgorithmConfig())
-    assert [d.loss_scale[0] for d in batch.data] == [0, 0]
+    assert [d.loss_mask[0] for d in batch.data] == [False, False]
     assert [d.behaviour_logprobs[0] for d in batch.data] == [0, 0]
 
 
@@ -226,6 +242,6 @@ def test_every_trained_token_knows_how_many_versions_ago_it_was_sampled():
     played.trajectories[0].spans = (Span("prompt", 0, 2, 0), *spans)
     played.trajectories[1].spans = (Span("prompt", 0, 2, 0), Span("action", 2, 3, 0, 6))
     old, new = build_data([played], AlgorithmConfig(), version=6).data
-    assert old.staleness.tolist() == [0, 0, 3, 3, 1, 0]
-    assert new.staleness.tolist() == [0, 0, 0]
-    assert all(datum.staleness is None for datum in build_data([played], AlgorithmConfig()).data)
+    assert old.arrays["staleness"].tolist() == [0, 0, 3, 3, 1, 0]
+    assert new.arrays["staleness"].tolist() == [0, 0, 0]
+    assert all(datum.arrays == {} for datum in build_data([played], AlgorithmConfig()).data)

@@ -115,7 +115,7 @@ def test_without_a_proximal_pass_the_ratio_is_that_of_the_present_policy():
     batch = samples()
     scales = normalisers(batch, "token_mean")
     single, passed = pack(batch, scales, proximal=False), pack(batch, scales)
-    passed.proximal = passed.logprobs.detach()
+    passed.arrays["proximal"] = passed.logprobs.detach()
     for kind in CORRECTION_BOUNDS:
         a, b = (correction_weights(x, CorrectionConfig(kind=kind))[0] for x in (single, passed))
         assert torch.equal(a, b) and not a.requires_grad

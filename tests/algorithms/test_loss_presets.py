@@ -7,7 +7,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("hydra")
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory  # noqa: E402
-from megatron_fleet.algorithms.batch import build_data  # noqa: E402
+from megatron_fleet.algorithms.batch import build_data, split_batch  # noqa: E402
 from megatron_fleet.algorithms.loss_inputs import LossInputs  # noqa: E402
 from megatron_fleet.algorithms.losses import make_loss  # noqa: E402
 from megatron_fleet.config.load import load  # noqa: E402
@@ -49,20 +49,18 @@ def policies():
 def ours(name, *overrides):
     """Loss and gradients of each sequence, through the data that training would make."""
     algo = algorithm(name, *overrides)
-    batch, (new, old) = build_data(groups(), algo), policies()
-    assert len(batch.data) == len(new)
-    trained = {
-        field: [getattr(d, field)[d.loss_mask] for d in batch.data] for field in ("loss_scale", "scaled_advantages")
-    }
+    (data,), (new, old) = split_batch(build_data(groups(), algo), 1, algo), policies()
+    assert len(data) == len(new)
+    advantages = [torch.from_numpy(d.scaled_advantages[d.loss_mask]).double() for d in data]
     x = LossInputs(
         logprobs=torch.cat([new[i] for i in ORDER]),
         entropy=torch.cat([torch.zeros_like(old[i]) for i in ORDER]),
-        loss_scale=torch.cat([torch.from_numpy(trained["loss_scale"][i]).double() for i in ORDER]),
-        scaled_advantages=torch.cat([torch.from_numpy(trained["scaled_advantages"][i]).double() for i in ORDER]),
+        loss_scale=torch.cat([torch.full_like(advantages[i], data[i].loss_scale) for i in ORDER]),
+        scaled_advantages=torch.cat([advantages[i] for i in ORDER]),
         behaviour=torch.cat([old[i] for i in ORDER]),
-        proximal=torch.cat([old[i] for i in ORDER]),
         sequence=torch.repeat_interleave(torch.arange(len(ORDER)), torch.tensor([len(new[i]) for i in ORDER])),
         sequences=len(ORDER),
+        arrays={"proximal": torch.cat([old[i] for i in ORDER])},
     )
     loss, _ = make_loss(algo)(x)
     loss.backward()

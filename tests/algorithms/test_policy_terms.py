@@ -188,7 +188,7 @@ def test_far_policies_stay_finite(name, kind):
     for apart in (-1000.0, 1000.0):
         batch = samples(dtype=torch.float32)
         x = pack(batch, normalisers(batch, "token_mean"), reference=True)
-        x.proximal, x.reference = x.proximal + apart, x.reference - apart
+        x.arrays = {"proximal": x.proximal + apart, "reference": x.reference - apart}
         x.behaviour, x.scaled_advantages[0] = x.behaviour - apart, 0.0
         value, sums = loss(x)
         value.backward()
@@ -233,6 +233,7 @@ def elsewhere(device: str) -> LossInputs:
     batch = samples(dtype=torch.float32)
     x = pack(batch, normalisers(batch, "token_mean"), reference=True)
     fields = {f: getattr(x, f) for f in x.__slots__}
+    fields["arrays"] = {name: values.to(device) for name, values in x.arrays.items()}
     there = LossInputs(**{f: v.detach().to(device) if isinstance(v, torch.Tensor) else v for f, v in fields.items()})
     there.logprobs.requires_grad_()
     there.entropy.requires_grad_()

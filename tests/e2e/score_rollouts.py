@@ -45,7 +45,7 @@ def score(model: str, shard: str, out: str) -> None:
     ids, masks = (np.split(arrays[name], edges)[:SCORED] for name in ("token_ids", "action_mask"))
     hf = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     config = load(["experiment=quickstart", f"model.path={model}"])
-    data = [Datum(i, m.astype(np.float32), m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
+    data = [Datum(i, m, m * 0.0, m * 0.0) for i, m in zip(ids, masks, strict=True)]
     lengths = [len(d) for d in data]
     (plan,) = plan_micro_batches(lengths, 1, config.policy.micro_batch_tokens, lengths)
     values = MegatronPolicy(config).forward([[data[i] for i in micro_batch] for micro_batch in plan])

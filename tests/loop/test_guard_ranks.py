@@ -153,11 +153,12 @@ BAD = 9
 
 
 def spoil(data, name: str):
-    """``data`` with one value of the last sequence's field ``name`` not finite."""
-    for datum in data:
-        if getattr(datum, name) is None:
-            setattr(datum, name, datum.behaviour_logprobs.copy())
-    getattr(data[BAD], name)[np.flatnonzero(data[BAD].loss_scale)[3]] = np.nan
+    """``data`` with one value of the last sequence's field or array ``name`` not finite."""
+    if name == "proximal":
+        for datum in data:
+            datum.arrays[name] = datum.behaviour_logprobs.copy()
+    values = data[BAD].arrays[name] if name == "proximal" else getattr(data[BAD], name)
+    values[np.flatnonzero(data[BAD].loss_mask)[3]] = np.nan
     return data
 
 
@@ -165,7 +166,7 @@ FAULTS = {
     # Field, algorithm, how many gradients are not finite. The last fault ends in a clamp, behind which the gradient
     # is 0: the loss alone shows it.
     "scaled_advantages": ({}, ALL),
-    "proximal_logprobs": ({}, 0),
+    "proximal": ({}, 0),
 }
 
 
@@ -297,7 +298,7 @@ async def test_a_replay_under_other_settings_says_what_differs(run, tmp_path, ca
     run.accustom(1e-3)
     data = healthy()
     for datum in data:
-        datum.reference_logprobs = datum.behaviour_logprobs
+        datum.arrays["reference"] = datum.behaviour_logprobs
     assert (await run.step(data)).spike
     count = len(run.dump(1).record.micro_batches)
     status, printed = await command(capsys, run.dump(1).path, "--json", "algorithm.kl.coef=0.2")

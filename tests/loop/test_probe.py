@@ -13,7 +13,7 @@ def test_the_probe_is_the_same_every_time_and_fits_a_micro_batch():
     one, two = probe_data(500, 1000), probe_data(500, 1000)
     assert [d.token_ids.tolist() for d in one] == [d.token_ids.tolist() for d in two]
     assert [len(d) for d in one] == [TOKENS] * SEQUENCES
-    assert all(d.token_ids.max() < 500 and d.loss_scale[0] == 0 and d.loss_scale[1:].all() for d in one)
+    assert all(d.token_ids.max() < 500 and not d.loss_mask[0] and d.loss_mask[1:].all() for d in one)
     assert sum(len(d) for d in probe_data(500, 70)) <= 70
 
 

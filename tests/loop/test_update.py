@@ -47,9 +47,7 @@ def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(m
     async def by_hand():
         async with open_trainer(config, "random") as trainer:
             before = await trainer.forward(second)
-            await trainer.forward_backward(
-                with_logprobs(first, "proximal_logprobs", await trainer.forward(first)), loss
-            )
+            await trainer.forward_backward(with_logprobs(first, "proximal", await trainer.forward(first)), loss)
             await trainer.optim_step(AdamParams.of(config.policy.optimizer, 1e-3))
             return np.exp(trained(await trainer.forward(second), second) - trained(before, second)).mean()
 

@@ -93,16 +93,21 @@ def batch() -> list[Datum]:
     rng = np.random.default_rng(3)
     data = []
     for n in (60, 51, 45, 38, 33, 26, 20, 17):
-        mask = np.zeros(n, np.float32)
-        mask[n // 3 : n // 2] = 1
-        mask[-n // 4 :] = 1
+        mask = np.zeros(n, bool)
+        mask[n // 3 : n // 2] = True
+        mask[-n // 4 :] = True
         weights = mask * np.float32(rng.normal())
         data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, weights, np.zeros(n, np.float32)))
-    trained = sum(int(d.loss_scale.sum()) for d in data)
+    trained = sum(int(d.loss_mask.sum()) for d in data)
     for datum in data:
-        datum.loss_scale /= trained
+        datum.loss_scale = 1 / trained
         datum.scaled_advantages /= trained
     return data
+
+
+def scales(datum: Datum) -> np.ndarray:
+    """The normaliser of each token, float32 ``[T]``."""
+    return (datum.loss_mask * datum.loss_scale).astype(np.float32)
 
 
 def objective(logprobs: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from parity_layouts import CLIP, EPS, LR, TEMPERATURE, WEIGHT_DECAY, batch, objective
+from parity_layouts import CLIP, EPS, LR, TEMPERATURE, WEIGHT_DECAY, batch, objective, scales
 from tiny_models import reference_model, stored_tensors, unstacked
 
 
@@ -24,7 +24,7 @@ def train_reference(folder: Path, steps: int) -> dict[str, Any]:
     for _ in range(steps):
         total = 0.0
         for datum in batch():
-            mask, weights = torch.from_numpy(datum.loss_scale), torch.from_numpy(datum.scaled_advantages)
+            mask, weights = torch.from_numpy(scales(datum)), torch.from_numpy(datum.scaled_advantages)
             part = objective(*answers(model, datum), mask, weights)
             part.backward()
             total += float(part.detach())

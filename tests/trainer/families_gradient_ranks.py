@@ -44,11 +44,17 @@ def batch() -> list[Datum]:
     rng = np.random.default_rng(3)
     data = []
     for n in (45, 70):
-        mask = (rng.random(n) < 0.5).astype(np.float32)
-        mask[0] = 0
+        mask = rng.random(n) < 0.5
+        mask[0] = False
         weights = mask * rng.normal(size=n).astype(np.float32)
-        data.append(Datum(rng.integers(0, 511, n).astype(np.int32), mask / n, weights / n, np.zeros(n, np.float32)))
+        zeros = np.zeros(n, np.float32)
+        data.append(Datum(rng.integers(0, 511, n).astype(np.int32), mask, weights / np.float32(n), zeros, 1 / n))
     return data
+
+
+def scales(datum: Datum) -> np.ndarray:
+    """The normaliser of each token, float32 ``[T]``."""
+    return (datum.loss_mask * datum.loss_scale).astype(np.float32)
 
 
 def objective(logprobs: torch.Tensor, entropy: torch.Tensor, mask: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -106,8 +106,7 @@ def _old_policy(policy: MegatronPolicy, micro_batches: list[list[Any]]) -> LossR
     """Several updates per batch: π_old from a pass of its own, against what the first update computes itself."""
     values = policy.forward(micro_batches)
     old = [
-        with_logprobs(micro_batch, "proximal_logprobs", found)
-        for micro_batch, found in zip(micro_batches, values, strict=True)
+        with_logprobs(micro_batch, "proximal", found) for micro_batch, found in zip(micro_batches, values, strict=True)
     ]
     return policy.forward_backward(old, make_loss(AlgorithmConfig()))
 

@@ -52,10 +52,9 @@ def sequences() -> list[Datum]:
     rng = np.random.default_rng(3)
     data = []
     for n in (47, 38, 29, 33, 13, 20):
-        mask = np.zeros(n, np.float32)
-        mask[n // 3 :] = 1
-        data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, mask * np.float32(rng.normal()), mask * 0))
-    trained = sum(int(d.loss_scale.sum()) for d in data)
+        mask, zeros = np.arange(n) >= n // 3, np.zeros(n, np.float32)
+        data.append(Datum(rng.integers(0, 515, n).astype(np.int32), mask, mask * np.float32(rng.normal()), zeros))
+    trained = sum(int(d.loss_mask.sum()) for d in data)
     for datum in data:
         datum.scaled_advantages /= trained
     return data
@@ -66,12 +65,13 @@ def record_anything(data: list[Datum], choices: int, whole: bool = False) -> Non
     rng = np.random.default_rng(7)
     for index, datum in enumerate(data):
         n = len(datum)
-        datum.routing = rng.random((n, LAYERS, EXPERTS)).argsort(-1)[..., :choices].astype(np.uint8)
+        experts = rng.random((n, LAYERS, EXPERTS)).argsort(-1)[..., :choices].astype(np.uint8)
         if not whole:
-            datum.routing[-1] = 0  # the last token was no input
-            datum.routing[n // 2 : n // 2 + index] = 0  # nor did the engine tell of these
+            experts[-1] = 0  # the last token was no input
+            experts[n // 2 : n // 2 + index] = 0  # nor did the engine tell of these
+        datum.extras["routing"] = experts
     if not whole:
-        data[2].routing = None
+        del data[2].extras["routing"]
 
 
 def loss(x: LossInputs) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -115,10 +115,11 @@ class Reference:
 
     def logprobs(self, datum: Datum) -> torch.Tensor:
         """``[T]``, differentiable; 0 where nothing is trained."""
-        self._routing = None if datum.routing is None else torch.from_numpy(datum.routing.astype(np.int64))
+        experts = datum.extras.get("routing")
+        self._routing = None if experts is None else torch.from_numpy(experts.astype(np.int64))
         ids = torch.from_numpy(datum.token_ids).long()
         logp = (self.model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-        return torch.cat([torch.zeros(1), logp * torch.from_numpy(datum.loss_scale[1:])])
+        return torch.cat([torch.zeros(1), logp * torch.from_numpy(datum.loss_mask[1:])])
 
     def train(self, data: list[Datum]) -> float:
         """Gradients of the loss over all sequences; its value."""

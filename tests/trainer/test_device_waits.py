@@ -164,6 +164,7 @@ def test_losses_wait_for_nothing(loss, correction):
     with as_device(work):
         values = [torch.zeros(8, device=DEVICE, requires_grad=number < 2) for number in range(8)]
         sequence = torch.zeros(8, device=DEVICE, dtype=torch.int64)
-        total, _ = function(LossInputs(*values[:5], sequence, 3, *values[5:]))
+        arrays = dict(zip(("proximal", "reference", "staleness"), values[5:], strict=True))
+        total, _ = function(LossInputs(*values[:5], sequence, 3, arrays))
         total.backward()
     assert work.waits == [] and work.of_phase("backward")

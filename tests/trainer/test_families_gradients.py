@@ -11,7 +11,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 
 import torch
-from families_gradient_ranks import LAYOUTS, LR, TEMPERATURE, batch, objective
+from families_gradient_ranks import LAYOUTS, LR, TEMPERATURE, batch, objective, scales
 from tiny_models import make, reference_model, stored_tensors, unstacked
 
 FAMILIES = {"qwen3_5_text": 0, "qwen3_5_moe_text": 2, "glm4_flash": 0}
@@ -45,7 +45,7 @@ def reference(run) -> dict[str, dict[str, torch.Tensor]]:
             ids = torch.from_numpy(datum.token_ids).long()
             logp = (model(ids[None]).logits[0] / TEMPERATURE).log_softmax(-1)[:-1]
             chosen, entropy = logp.gather(1, ids[1:, None])[:, 0], -(logp.exp() * logp).sum(-1)
-            mask, weights = (torch.from_numpy(x)[1:] for x in (datum.loss_scale, datum.scaled_advantages))
+            mask, weights = (torch.from_numpy(x)[1:] for x in (scales(datum), datum.scaled_advantages))
             objective(chosen, entropy, mask, weights).backward()
         for parameter in model.parameters():
             parameter.data = parameter.grad

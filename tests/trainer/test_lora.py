@@ -219,7 +219,7 @@ def logprobs(model: torch.nn.Module) -> np.ndarray:
 
 def test_transformers_computes_the_same_with_merged_weights_and_with_adapters(results, folder):
     expected = by_sequence(results["qwen3-single"], "last")
-    trained = np.concatenate([d.loss_scale for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
+    trained = np.concatenate([d.loss_mask for d in make_batch(count=8, vocab_size=500, longest=30)])
     merged = reference_model(folder / "qwen3.export-merged")
     assert np.abs(logprobs(merged) - expected)[trained].max() < 1e-4
     adapters, base = stored(folder / "qwen3.export"), reference_model(folder / "qwen3")
@@ -234,7 +234,7 @@ def test_transformers_computes_the_same_with_merged_weights_and_with_adapters(re
 
 def test_a_merged_mixture_of_experts_computes_the_same_in_transformers(results, folder):
     expected = by_sequence(results[f"{SPARSE}-single"], "last")
-    trained = np.concatenate([d.loss_scale for d in make_batch(count=8, vocab_size=500, longest=30)]) != 0
+    trained = np.concatenate([d.loss_mask for d in make_batch(count=8, vocab_size=500, longest=30)])
     merged = reference_model(folder / f"{SPARSE}.export-merged")
     assert np.abs(logprobs(merged) - expected)[trained].max() < 2e-4
 

@@ -23,10 +23,15 @@ def every_field(datum: Datum) -> Datum:
     mask, n = datum.loss_mask, len(datum)
     return replace(
         datum,
-        proximal_logprobs=np.where(mask, np.float32(-2), np.float32(0)),
-        reference_logprobs=np.where(mask, np.float32(-3), np.float32(0)),
-        routing=np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2),
-        staleness=np.where(mask, 1, 0).astype(np.int32),
+        arrays={
+            "proximal": np.where(mask, np.float32(-2), np.float32(0)),
+            "own": np.where(mask, 1, 0).astype(np.int32),
+        },
+        extras={
+            "routing": np.arange(n * 6, dtype=np.uint8).reshape(n, 3, 2),
+            "adapter": "b",
+            "image": {"digest": "ab", "place": [1, 4], "grid": [2, 2]},
+        },
     )
 
 
@@ -36,21 +41,25 @@ def test_a_rank_gets_every_field_as_it_was(change):
         found, _ = sent(datum)
         for field in fields(Datum):
             was, is_ = getattr(datum, field.name), getattr(found, field.name)
-            assert (was is None) == (is_ is None)
-            if was is not None:
-                np.testing.assert_array_equal(is_, was, strict=True)
+            wases, ises = (x if isinstance(x, dict) else {"": x} for x in (was, is_))
+            assert wases.keys() == ises.keys()
+            for name, value in wases.items():
+                if isinstance(value, np.ndarray):
+                    np.testing.assert_array_equal(ises[name], value, strict=True)
+                else:
+                    assert ises[name] == value
 
 
 def test_a_sequence_that_trains_nothing():
     tokens, zeros = np.arange(7, dtype=np.int32), np.zeros(7, np.float32)
-    found, _ = sent(Datum(tokens, zeros, zeros, zeros))
+    found, _ = sent(Datum(tokens, np.zeros(7, bool), zeros, zeros))
     assert not found.loss_mask.any() and len(found.behaviour_logprobs) == 7
 
 
 def test_untrained_tokens_cost_their_id_and_a_bit():
     n, trained = 4096, 512
-    scale = np.zeros(n, np.float32)
-    scale[-trained:] = 1
-    _, size = sent(Datum(np.zeros(n, np.int32), scale, scale, scale))
-    least = 4 * n + n // 8 + 3 * 4 * trained
+    values = np.zeros(n, np.float32)
+    values[-trained:] = 1
+    _, size = sent(Datum(np.zeros(n, np.int32), values > 0, values, values))
+    least = 4 * n + n // 8 + 2 * 4 * trained
     assert least <= size < least + 200

@@ -13,24 +13,28 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from megatron_fleet.algorithms.datum import Datum  # noqa: E402
+from megatron_fleet.algorithms.loss_inputs import LossInputs  # noqa: E402
 from megatron_fleet.trainer.packing.pack import micro_batch_width, pack_micro_batch, unpack_trained  # noqa: E402
 
 
-def datum(tokens, mask, reference=None):
-    mask = np.array(mask, np.float32)
+def datum(tokens, scale, reference=None):
+    """``scale``: of each token, 0 where it is not trained."""
+    scale = np.array(scale, np.float32)
     n = len(tokens)
     return Datum(
         token_ids=np.array(tokens, np.int32),
-        loss_scale=mask,
-        scaled_advantages=mask * np.arange(n, dtype=np.float32),
-        behaviour_logprobs=-mask * np.arange(n, dtype=np.float32),
-        reference_logprobs=reference,
+        loss_mask=scale != 0,
+        scaled_advantages=scale * np.arange(n, dtype=np.float32),
+        behaviour_logprobs=-scale * np.arange(n, dtype=np.float32),
+        loss_scale=float(scale.max(initial=0)),
+        arrays={} if reference is None else {"reference": reference},
     )
 
 
 def test_micro_batch_predicts_each_trained_token_from_the_one_before():
     data = [datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])]
-    data = [replace(d, staleness=np.arange(len(d), dtype=np.int32)) for d in data]
+    data = [replace(d, arrays={"own": np.arange(len(d), dtype=np.int32)}) for d in data]
+    data[1].extras = {"adapter": "b"}
     packed = pack_micro_batch(data, 12, sequence_align=4)
     assert packed.tokens.tolist() == [5, 6, 7, 0, 8, 9, 10, 11, 0, 0, 0, 0]
     assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
@@ -40,10 +44,10 @@ def test_micro_batch_predicts_each_trained_token_from_the_one_before():
     assert packed.targets.tolist() == [6, 7, 11]
     assert packed.sequence.tolist() == [0, 0, 1]
     assert packed.loss_scale.tolist() == [0.5, 0.5, 0.25]
-    assert packed.staleness.tolist() == [1, 2, 3]
+    assert {name: values.tolist() for name, values in packed.arrays.items()} == {"own": [1, 2, 3]}
+    assert packed.extras == ((slice(4, 8), {"adapter": "b"}),)
     assert packed.scaled_advantages.tolist() == [0.5, 1.0, 0.75]
     assert packed.behaviour.tolist() == [-0.5, -1.0, -0.75]
-    assert packed.proximal is None and packed.reference is None
 
 
 lengths_of_trained = st.integers(0, 20).flatmap(
@@ -101,12 +105,14 @@ def test_a_micro_batch_is_as_wide_as_it_must_be():
     assert micro_batch_width([]) == 1
 
 
-def test_empty_micro_batch_has_every_optional_field():
+def test_an_empty_micro_batch_has_every_array():
     """A loss with a KL term must work on the empty micro-batches that even out the ranks."""
     packed = pack_micro_batch([], 8)
     assert packed.lengths == () and packed.filler == 8 and not packed.real.any()
-    assert packed.proximal is not None and packed.reference is not None
-    assert len(packed.trained) == len(packed.reference) == len(packed.sequence) == 0
+    assert len(packed.trained) == len(packed.sequence) == 0
+    nothing = packed.scaled_advantages
+    x = LossInputs(nothing, nothing, nothing, nothing, nothing, packed.sequence, 0, packed.arrays)
+    assert len(x.proximal) == len(x.reference) == len(x.array("own")) == 0
 
 
 def test_unpack_is_the_inverse_of_pack():
@@ -121,5 +127,5 @@ def test_broken_micro_batches_are_refused():
         pack_micro_batch([datum([1, 2, 3], [0, 0, 1])], width=2)
     with pytest.raises(ValueError, match="first token"):
         pack_micro_batch([datum([1, 2], [1, 0])], width=4)
-    with pytest.raises(ValueError, match="only 1 of 2"):
+    with pytest.raises(ValueError, match="only 1 of 2 sequences have an array reference"):
         pack_micro_batch([datum([1, 2], [0, 1], np.zeros(2, np.float32)), datum([1, 2], [0, 1])], width=4)

@@ -111,7 +111,7 @@ def test_export_is_what_transformers_computes(make_policy, tmp_path):
     hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.from_numpy(batch[0].token_ids).long()[None]
     logp = (hf(tokens).logits[0] / 0.8).log_softmax(-1)[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-    trained = batch[0].loss_scale[1:] != 0
+    trained = batch[0].loss_mask[1:]
     torch.testing.assert_close(torch.from_numpy(policy.forward([batch])[0][0][1:])[trained], logp[trained])
 
 
@@ -152,7 +152,7 @@ def test_sft_lowers_its_loss(make_policy):
     policy = make_policy()
     micro_batches = [make_batch(count=4, longest=45)]
     for datum in micro_batches[0]:
-        datum.scaled_advantages = datum.loss_scale
+        datum.scaled_advantages = (datum.loss_mask * datum.loss_scale).astype(np.float32)
     losses = []
     for _ in range(12):
         losses.append(policy.forward_backward(micro_batches, sft_loss).loss)
@@ -213,6 +213,18 @@ def test_states_with_and_without_adapters_are_told_apart(make_policy, tmp_path, 
     assert all(torch.equal(v, before[n]) for n, v in parameters(policy).items())
 
 
+def test_a_value_of_each_trained_token_reaches_the_loss(make_policy):
+    batch = make_batch(count=3, longest=45)
+    for datum in batch:
+        datum.arrays["own"] = np.arange(len(datum), dtype=np.int32)
+
+    def loss(x):
+        return (x.logprobs * 0).sum(), {"own": x.array("own").sum()}
+
+    report = make_policy().forward_backward([batch[:2], batch[2:], []], loss)
+    assert report.metrics["own"] == sum(np.flatnonzero(d.loss_mask).sum() for d in batch)
+
+
 def test_proximal_policy_gives_ratios(make_policy):
     """After an update, π differs from the recomputed π_old, and the loss sees it."""
     policy = make_policy()
@@ -223,7 +235,7 @@ def test_proximal_policy_gives_ratios(make_policy):
     after = policy.forward([batch])[0]
     later = copy.deepcopy(batch)
     for datum, old in zip(later, before, strict=True):
-        datum.proximal_logprobs = old
+        datum.arrays["proximal"] = old
     report = policy.forward_backward([later, []], loss)
     expected = sum(np.exp(a - b)[d.loss_mask].sum() for a, b, d in zip(after, before, batch, strict=True))
     assert report.metrics["ratio"] == pytest.approx(expected, rel=1e-5)

@@ -29,7 +29,7 @@ def inputs(micro_batch) -> LossInputs:
     sequence = np.repeat(np.arange(len(micro_batch)), [int(where.sum()) for where in trained])
     logprobs = (joined("behaviour_logprobs") + 0.01).requires_grad_()
     rest = {
-        "loss_scale": joined("loss_scale"),
+        "loss_scale": torch.full_like(logprobs, micro_batch[0].loss_scale if micro_batch else 0).detach(),
         "scaled_advantages": joined("scaled_advantages"),
         "behaviour": joined("behaviour_logprobs"),
     }

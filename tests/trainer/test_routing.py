@@ -129,7 +129,7 @@ def test_replaying_its_own_choices_changes_nothing(folder, policies):
     for _ in range(2):
         policy = policies(folder)
         for datum, experts in zip(data, choices, strict=True):
-            datum.routing = experts
+            datum.extras = {} if experts is None else {"routing": experts}
         choices = recorded(policy, sequences())
         report = policy.forward_backward(micro_batches_of(data), loss)
         runs.append((report, policy.forward(micro_batches_of(data)), gradients(policy)))
@@ -163,7 +163,7 @@ def test_other_choices_train_as_in_transformers(folder, policies, recompute):
     }
     for i, logprobs in enumerate(expected):
         np.testing.assert_allclose(got[i], logprobs, atol=1e-4)
-        if data[i].routing is not None:
+        if "routing" in data[i].extras:
             assert np.abs(live[i] - logprobs).max() > 1e-2  # the experts make a difference that would be seen
     report = policy.forward_backward(micro_batches, loss)
     assert report.loss == pytest.approx(value, rel=1e-5)
@@ -187,7 +187,8 @@ def test_metrics_say_how_much_was_replayed_and_how_often_the_router_disagrees(qw
     policy = policies(qwen)
     report = policy.forward_backward(micro_batches_of(data), loss)
     step = policy.optim_step(LR)
-    recorded = sum(int((d.routing[..., 0] != d.routing[..., 1]).sum()) for d in data if d.routing is not None)
+    experts = [d.extras["routing"] for d in data if "routing" in d.extras]
+    recorded = sum(int((e[..., 0] != e[..., 1]).sum()) for e in experts)
     tokens = sum(len(d) for d in data)
     got = policy_metrics([report], [step])
     assert got["policy/routing_replayed"] == pytest.approx(recorded / (tokens * LAYERS))
@@ -231,7 +232,7 @@ def test_a_router_that_was_not_asked_is_noticed(qwen, policies):
 def test_experts_that_repeat_in_part_are_noticed(qwen, policies):
     data = sequences()
     record_anything(data, 3)
-    data[0].routing[5, 1] = [4, 2, 2]
+    data[0].extras["routing"][5, 1] = [4, 2, 2]
     policy = policies(qwen)
     with pytest.raises(RuntimeError, match="1 of them with other experts"):
         policy.forward_backward(micro_batches_of(data), loss)
@@ -246,7 +247,7 @@ def test_routing_of_another_model_is_refused(qwen, policies):
     ):
         data = sequences()
         record_anything(data, 3)
-        data[0].routing = change(data[0].routing)
+        data[0].extras["routing"] = change(data[0].extras["routing"])
         with pytest.raises(ValueError, match=message):
             policy.forward(micro_batches_of(data))
 
@@ -257,7 +258,7 @@ def test_wide_ids_are_replayed_as_narrow_ones(qwen, policies):
     policy = policies(qwen)
     narrow = policy.forward(micro_batches_of(data))
     for datum in data:
-        datum.routing = None if datum.routing is None else datum.routing.astype(np.int16)
+        datum.extras = {name: experts.astype(np.int16) for name, experts in datum.extras.items()}
     for a, b in zip(flat(narrow), flat(policy.forward(micro_batches_of(data))), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -272,10 +273,10 @@ def test_a_micro_batch_brings_its_experts_to_the_places_of_its_tokens(qwen, poli
     assert sorted(experts) == [1, 2, 3, 4]
     start = 40 + 32  # of the third sequence: 38 and 29 tokens before it, aligned
     for number, chosen in experts.items():
-        assert chosen.tolist()[1] == data[1].routing[3, number - 1].tolist()
+        assert chosen.tolist()[1] == data[1].extras["routing"][3, number - 1].tolist()
         assert chosen.tolist()[0] == chosen.tolist()[2] == [0, 0, 0]
     experts = routing.micro_batch_experts(micro_batch, chunk, torch.tensor([start + 6]), torch.device("cpu"))
-    assert experts[2].tolist() == [data[4].routing[6, 1].tolist()]
+    assert experts[2].tolist() == [data[4].extras["routing"][6, 1].tolist()]
     assert routing.micro_batch_experts(pack_micro_batch([data[2]], 96), chunk, None, torch.device("cpu")) is None
 
 
@@ -294,7 +295,7 @@ def test_biases_of_experts_move_towards_equal_load(tmp_path, policies, recompute
     after = dict(policy.weight_source())
     for number in range(1, LAYERS):
         name = f"model.layers.{number}.mlp.gate.e_score_correction_bias"
-        load = sum(np.bincount(d.routing[:, number].ravel(), minlength=EXPERTS) for d in data)
+        load = sum(np.bincount(d.extras["routing"][:, number].ravel(), minlength=EXPERTS) for d in data)
         moved = rate * np.sign(load.mean() - load)
         np.testing.assert_allclose(after[name].numpy(), before[name].float().numpy() + moved, atol=1e-6)
 

@@ -84,7 +84,7 @@ def test_micro_batches_are_full_and_weigh_one(tokens, longest):
     data = random_micro_batch(tokens, longest, 11)
     assert tokens - 1 <= sum(map(len, data)) <= tokens and max(map(len, data)) <= longest
     assert sum(datum.scaled_advantages.sum() for datum in data) == pytest.approx(1)
-    assert all(datum.loss_scale[0] == 0 and datum.token_ids.max() < 11 for datum in data)
+    assert all(not datum.loss_mask[0] and datum.token_ids.max() < 11 for datum in data)
 
 
 def report(weights=True, **seconds):

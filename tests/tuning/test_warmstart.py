@@ -35,7 +35,7 @@ def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, wh
         row = next(rows)
         text = tokenizer.decode(row.token_ids.tolist())
         assert ("<tools>" in text) == whole
-        trained = tokenizer.decode(row.token_ids[row.loss_scale > 0].tolist())
+        trained = tokenizer.decode(row.token_ids[row.loss_mask].tolist())
         turns = [parse_turn(turn, HERMES) for turn in trained.split(IM_END) if turn]
         assert not any(turn.errors for turn in turns)
         assert [len(turn.tool_calls) for turn in turns] == [1] * (len(turns) - 1) + [0]
@@ -47,8 +47,8 @@ def test_tables_are_copied_row_by_row(tokenizer):
     rows = warmstart.tables(tokenizer)(random.Random(0))
     for _ in range(20):
         row = next(rows)
-        shown = tokenizer.decode(row.token_ids[row.loss_scale == 0].tolist()).splitlines()
-        written = tokenizer.decode(row.token_ids[row.loss_scale > 0].tolist()).splitlines()
+        shown = tokenizer.decode(row.token_ids[~row.loss_mask].tolist()).splitlines()
+        written = tokenizer.decode(row.token_ids[row.loss_mask].tolist()).splitlines()
         assert (written[0], written[-1]) == ("<think>", "</think>")
         assert written[1:-1]
         assert {frozenset(line.split()) for line in written[1:-1]} <= {frozenset(line.split()) for line in shown}

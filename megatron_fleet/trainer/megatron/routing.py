@@ -178,6 +178,19 @@ def _te_checkpoint(run: Any, hidden_states: torch.Tensor) -> Any:
     return te_checkpoint(run, False, get_cuda_rng_tracker, group, hidden_states)
 
 
+def recorded_experts(micro_batch: PackedMicroBatch) -> list[tuple[slice, np.ndarray]]:
+    """Tokens of a sequence in the micro-batch and its recorded experts ``[T, layers, k]``, for those that have any.
+
+    Raises:
+        ValueError: a sequence has experts of another number of tokens.
+    """
+    found = [(where, extras["routing"]) for where, extras in micro_batch.extras if "routing" in extras]
+    for where, experts in found:
+        if len(experts) != where.stop - where.start:
+            raise ValueError(f"a sequence of {where.stop - where.start} tokens with the experts of {len(experts)}")
+    return found
+
+
 def micro_batch_experts(
     micro_batch: PackedMicroBatch, chunk: nn.Module, here: torch.Tensor | None, device: torch.device
 ) -> dict[int, torch.Tensor] | None:
@@ -196,18 +209,17 @@ def micro_batch_experts(
     """
     stage: Any = getattr(chunk, "module", chunk)
     numbers = [layer.layer_number for layer in _expert_layers(stage)]
-    if not numbers or not micro_batch.routing:
+    recorded = recorded_experts(micro_batch)
+    if not numbers or not recorded:
         return None
     config = stage.config
     fits = (config.num_layers, config.moe_router_topk)
-    kind = micro_batch.routing[0][1].dtype
+    kind = recorded[0][1].dtype
     whole = np.zeros((len(numbers), len(micro_batch.tokens), fits[1]), kind)
-    for start, recorded in micro_batch.routing:
-        if recorded.shape[1:] != fits or recorded.dtype != kind:
-            raise ValueError(
-                f"routing of layers × choices {recorded.shape[1:]}, {recorded.dtype}; the model has {fits}"
-            )
-        whole[:, start : start + len(recorded)] = recorded[:, np.array(numbers) - 1].swapaxes(0, 1)
+    for where, chosen in recorded:
+        if chosen.shape[1:] != fits or chosen.dtype != kind:
+            raise ValueError(f"routing of layers × choices {chosen.shape[1:]}, {chosen.dtype}; the model has {fits}")
+        whole[:, where] = chosen[:, np.array(numbers) - 1].swapaxes(0, 1)
     if not 0 <= whole.min() <= whole.max() < config.num_moe_experts:
         raise ValueError(f"routing names expert {whole.max()}; the model has {config.num_moe_experts}")
     experts = torch.from_numpy(whole)
@@ -244,7 +256,7 @@ def collect(chunks: Sequence[nn.Module], micro_batches: Sequence[PackedMicroBatc
         tap.counts.zero_()
     if _speaks_for_its_micro_batches():
         layers = [n for n in range(config.num_layers) if has_experts(config, n)]
-        recorded = (experts[:, layers] for micro_batch in micro_batches for _, experts in micro_batch.routing)
+        recorded = (experts[:, layers] for part in micro_batches for _, experts in recorded_experts(part))
         table[_EXPECTED] = sum(int(np.count_nonzero(e[..., 0] != e[..., 1])) for e in recorded)
         table[_POSSIBLE] = sum(micro_batch.real_tokens for micro_batch in micro_batches) * len(layers)
     TorchCommunicator().sum_(table)

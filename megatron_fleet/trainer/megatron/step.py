@@ -81,14 +81,6 @@ def run_loss(
 def loss_inputs(micro_batch: PackedMicroBatch, outputs: Outputs) -> LossInputs:
     """Loss inputs of a micro-batch from its fields and ``outputs``, on the device of the latter."""
     where = outputs[0].device
-    optional = {
-        name: None if field is None else to_device(field, where)
-        for name, field in (
-            ("proximal", micro_batch.proximal),
-            ("reference", micro_batch.reference),
-            ("staleness", micro_batch.staleness),
-        )
-    }
     return LossInputs(
         logprobs=outputs[0],
         entropy=outputs[1],
@@ -97,7 +89,7 @@ def loss_inputs(micro_batch: PackedMicroBatch, outputs: Outputs) -> LossInputs:
         behaviour=to_device(micro_batch.behaviour, where),
         sequence=to_device(micro_batch.sequence, where),
         sequences=int(micro_batch.sequence[-1]) + 1 if len(micro_batch.sequence) else 0,
-        **optional,
+        arrays={name: to_device(values, where) for name, values in micro_batch.arrays.items()},
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +36,10 @@ class PackedMicroBatch:
         trained: int64 ``[A]``, indices into the micro-batch that predict a trained token.
         targets: int64 ``[A]``, the tokens they predict.
         sequence: int64 ``[A]``, index of the sequence they belong to.
-        loss_scale, scaled_advantages, behaviour, proximal, reference, staleness: float32 ``[A]``, the `Datum` fields of
-            these tokens.
+        loss_scale, scaled_advantages, behaviour: float32 ``[A]``, the `Datum` fields of these tokens.
+        arrays: float32 ``[A]`` each, `Datum.arrays` of these tokens.
         real_tokens: tokens that belong to sequences.
-        routing: start of a sequence in the micro-batch and its ``Datum.routing``, for those that have one.
+        extras: tokens of a sequence in the micro-batch and its `Datum.extras`, for those that have any.
     """
 
     tokens: torch.Tensor
@@ -51,11 +53,9 @@ class PackedMicroBatch:
     loss_scale: torch.Tensor
     scaled_advantages: torch.Tensor
     behaviour: torch.Tensor
-    proximal: torch.Tensor | None
-    reference: torch.Tensor | None
-    staleness: torch.Tensor | None
+    arrays: Mapping[str, torch.Tensor]
     real_tokens: int
-    routing: tuple[tuple[int, np.ndarray], ...]
+    extras: tuple[tuple[slice, Mapping[str, Any]], ...]
 
 
 def pack_micro_batch(micro_batch: Sequence[Datum], width: int, sequence_align: int = 1) -> PackedMicroBatch:
@@ -66,24 +66,22 @@ def pack_micro_batch(micro_batch: Sequence[Datum], width: int, sequence_align: i
         sequence_align: each sequence is padded to a multiple of this many tokens.
 
     Raises:
-        ValueError: the sequences do not fit, a first token is trained, or only some carry an optional field.
+        ValueError: the sequences do not fit, a first token is trained, or their ``arrays`` have different names.
     """
     tokens, positions, real = np.zeros(width, np.int64), np.zeros(width, np.int64), np.zeros(width, np.bool_)
-    trained, lengths, routing, start = [], [], [], 0
+    trained, lengths, extras, start = [], [], [], 0
     for datum in micro_batch:
         n, taken = len(datum), round_up(len(datum), sequence_align)
         if start + taken > width:
             raise ValueError(f"a micro-batch of {width} tokens cannot hold {[len(d) for d in micro_batch]}")
-        if n and datum.loss_scale[0]:
+        if n and datum.loss_mask[0]:
             raise ValueError("the first token of a sequence has no prediction and cannot be trained")
         tokens[start : start + n] = datum.token_ids
         positions[start : start + taken] = np.arange(taken)
         real[start : start + n] = True
         trained.append(start + np.flatnonzero(datum.loss_mask) - 1)
-        if datum.routing is not None:
-            if len(datum.routing) != n:
-                raise ValueError(f"a sequence of {n} tokens with the experts of {len(datum.routing)}")
-            routing.append((start, datum.routing))
+        if datum.extras:
+            extras.append((slice(start, start + n), datum.extras))
         if taken:
             lengths.append(taken)
         start += taken
@@ -98,14 +96,12 @@ def pack_micro_batch(micro_batch: Sequence[Datum], width: int, sequence_align: i
         trained=torch.from_numpy(index),
         targets=torch.from_numpy(tokens[index + 1]),
         sequence=torch.from_numpy(np.repeat(np.arange(len(micro_batch)), [len(places) for places in trained])),
-        loss_scale=_at_trained(micro_batch, [d.loss_scale for d in micro_batch]),
+        loss_scale=_at_trained(micro_batch, [np.full(len(d), d.loss_scale) for d in micro_batch]),
         scaled_advantages=_at_trained(micro_batch, [d.scaled_advantages for d in micro_batch]),
         behaviour=_at_trained(micro_batch, [d.behaviour_logprobs for d in micro_batch]),
-        proximal=_optional(micro_batch, [d.proximal_logprobs for d in micro_batch], "proximal log-probs"),
-        reference=_optional(micro_batch, [d.reference_logprobs for d in micro_batch], "reference log-probs"),
-        staleness=_optional(micro_batch, [d.staleness for d in micro_batch], "staleness"),
+        arrays={name: _at_trained(micro_batch, [d.arrays[name] for d in micro_batch]) for name in _names(micro_batch)},
         real_tokens=sum(len(d) for d in micro_batch),
-        routing=tuple(routing),
+        extras=tuple(extras),
     )
 
 
@@ -127,10 +123,9 @@ def _at_trained(micro_batch: Sequence[Datum], fields: Sequence[np.ndarray]) -> t
     return torch.from_numpy(joined.astype(np.float32))
 
 
-def _optional(micro_batch: Sequence[Datum], fields: Sequence[np.ndarray | None], name: str) -> torch.Tensor | None:
-    present = [f for f in fields if f is not None]
-    if len(present) == len(fields):
-        return _at_trained(micro_batch, present)
-    if present:
-        raise ValueError(f"only {len(present)} of {len(fields)} sequences carry {name}")
-    return None
+def _names(micro_batch: Sequence[Datum]) -> Iterator[str]:
+    """Names of the arrays, which all sequences have."""
+    for name, sequences in Counter(name for datum in micro_batch for name in datum.arrays).items():
+        if sequences < len(micro_batch):
+            raise ValueError(f"only {sequences} of {len(micro_batch)} sequences have an array {name}")
+        yield name

@@ -28,9 +28,11 @@ RECORD = {
     "gradients": ["a"],
     "parameters": 7,
 }
-_FLOATS = ("loss_scale", "scaled_advantages", "behaviour_logprobs")
+_FLOATS = ("loss_mask", "scaled_advantages", "behaviour_logprobs")
 DATA = {
     "sequences": 2,
+    "loss_scale": [1.0, 1.0],
+    "plain": ["{}", "{}"],
     "token_ids": [1, 2, 3, 4, 5],
     "token_ids.lengths": [2, 3],
     **{name: [0.0, 1.0, 0.0, 1.0, 1.0] for name in _FLOATS},
