@@ -75,7 +75,6 @@ class ChatConversation:
         return None
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
-        """See `Conversation`."""
         used = 0 if self.history.changed else self._used()
         if not self._settings.fits(used):
             return Ending(Outcome.CONTEXT_OVERFLOW)

@@ -121,7 +121,6 @@ class TokenHistory(History[Exchange]):
         self.changed = drop_thinking
 
     def add(self, exchange: Exchange) -> None:
-        """See `History.add`."""
         super().add(exchange)
         self.changed = self._thinking is not None
 

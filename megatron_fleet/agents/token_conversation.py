@@ -77,7 +77,6 @@ class TokenConversation:
         self.viewer: Viewer = partial(view_images, vision=vision, sentence=settings.prompts.unseen)
 
     async def begin(self, system: str, tools: tuple[dict[str, Any], ...], user: str, view: View) -> Ending | None:
-        """See `Conversation`."""
         step_wise, removed = self._settings.agent.step_wise, self._settings.prompts.removed
         self._tools = tools
         self._thinking = Thinking(self._renderer, tools)
@@ -92,7 +91,6 @@ class TokenConversation:
         return None
 
     async def turn(self, number: int, deadline: asyncio.Timeout) -> ParsedTurn | Ending:
-        """See `Conversation`."""
         max_tokens = self._settings.turn_tokens(len(self._builder.ids))
         generation = await self._generate(number, max_tokens)
         if generation.finish_reason == "abort":
@@ -107,7 +105,6 @@ class TokenConversation:
         return self._renderer.parse(self._builder.messages[-1]["content"], self._tools)
 
     async def show(self, results: Sequence[ToolResult]) -> Ending | None:
-        """See `Conversation`."""
         prompts, agent = self._settings.prompts, self._settings.agent
         reminder = "" if results else prompts.reminder_text(agent.finish, bool(self._tools))
         exchange = Exchange(self._sampled, tuple(results), reminder)
@@ -129,7 +126,6 @@ class TokenConversation:
         return None
 
     def status(self, tokens: int) -> str:
-        """See `Conversation`."""
         return self._settings.status(tokens, self._builder.turns)
 
     async def _generate(self, number: int, max_tokens: int) -> Generation:

@@ -358,7 +358,6 @@ async def save_folder(final: Path, step: int, write: Write) -> None:
 
 
 async def _fill(partial: Path, final: Path, step: int, write: Write) -> None:
-    """See `save_folder`."""
     try:
         files = await write(partial)
         await finish_in_thread(_commit, partial, final, step, files)

@@ -90,7 +90,6 @@ class LocalRanks:
         return [process.pid for process in self._processes.values()]
 
     async def start(self, address: str, token: str) -> None:
-        """See `RankStarter.start`."""
         self._logs.mkdir(parents=True, exist_ok=True)
         mine = self._ranks
         inherited = without_secrets(without_rank_variables(os.environ), STORE)
@@ -111,14 +110,12 @@ class LocalRanks:
             self._processes[rank] = spawn(self._command, inherited | common | own, self._log_of(rank))
 
     async def how_ended(self, rank: int) -> str:
-        """See `RankStarter.how_ended`."""
         deadline = time.monotonic() + 1.0  # the connection closes a moment before the process is gone
         while (status := _status(self._processes[rank])) is None and time.monotonic() < deadline:
             await asyncio.sleep(POLL_S)
         return self._in_words(rank, status)
 
     def failed(self) -> str | None:
-        """See `RankStarter.failed`."""
         return next(iter(self.ended().values()), None)
 
     def ended(self) -> dict[int, str]:

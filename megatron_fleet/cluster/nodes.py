@@ -275,16 +275,13 @@ class NodeRanks:
             await link.send("start", self._attempt, address, asdict(ranks))
 
     async def how_ended(self, rank: int) -> str:
-        """See `RankStarter.how_ended`."""
         await self._nodes.wait(lambda: self._words(rank) is not None, LAST_WORDS_S)
         return self._words(rank) or f"rank {rank} on host {self._host_of[rank]} closed its connection"
 
     def failed(self) -> str | None:
-        """See `RankStarter.failed`."""
         return next((words for rank in self._host_of if (words := self._words(rank)) is not None), None)
 
     async def stop(self, deadline_s: float) -> None:
-        """See `RankStarter.stop`."""
         links = [link for host in self._ranks if (link := self._nodes._links.get(host)) is not None]
         for link in links:
             await link.send("stop", self._attempt, deadline_s)

@@ -94,26 +94,35 @@ def engine_token(here: Here) -> Result:
 
 
 def environment_step(here: Here) -> Result:
-    """Start an environment as the run would, reset it to the first task, and call one tool."""
+    """Start each environment of the tasks as the run would, reset it to a task, and call one tool."""
     from megatron_fleet.data.dataset import run_dataset
 
     config = here.config
     assert config is not None
     split = run_dataset(config).split
-    task = next(iter([*split.train, *split.held_out]))
+    first = {task.env_key: task for task in reversed([*split.train, *split.held_out])}
     request = {
         "env": config.env.model_dump(mode="json"),
         "seed": config.run.seed,
-        "task": {name: getattr(task, name) for name in task.__slots__},
+        "tasks": [{name: getattr(task, name) for name in task.__slots__} for task in first.values()],
     }
     env = config.env
-    deadline_s = env.start_timeout_s + env.make_timeout_s + env.reset_timeout_s + env.step_timeout_s
+    one_s = env.make_timeout_s + env.reset_timeout_s + env.step_timeout_s
+    deadline_s = env.start_timeout_s + len(first) * one_s + LOAD_S
     environ = without_secrets(here.environ, of_environments(config))
-    found = _ask(str(episode_python()), "megatron_fleet.envs.first_step", request, environ, deadline_s + LOAD_S)
-    said = f"{task.env_key}, task {task.key}: {found['tools']} tools; {found['tool'] or 'no tool'} {found['answer']}"
-    if not found["works"]:
-        return Result("failed", said, "see the environment server's log, and env.step_timeout_s")
-    return Result("ok", f"{said}, {found['seconds']:.1f} s")
+    found = _ask(str(episode_python()), "megatron_fleet.envs.first_step", request, environ, deadline_s)["environments"]
+    wrong = [one for one in found if not one.get("works")]
+    said = "; ".join(map(_first_step, sorted(wrong or found, key=lambda one: str(one["environment"]))))
+    if wrong:
+        return Result("failed", said, "see these tasks' env_key, the environment server's log, and env.step_timeout_s")
+    return Result("ok", said)
+
+
+def _first_step(one: Mapping[str, Any]) -> str:
+    if "problem" in one:
+        return f"{one['environment']} {one['problem']}"
+    did = f"{one['tool'] or 'no tool'} {one['answer']}"
+    return f"{one['environment']}, task {one['task']}: {one['tools']} tools, {did}, {one['seconds']:.1f} s"
 
 
 def _ask(python: str, module: str, request: Mapping[str, Any], environ: Mapping[str, str], deadline_s: float) -> Any:

@@ -1,7 +1,7 @@
 """Play the first step of an episode: ``python -m megatron_fleet.envs.first_step`` in the episode environment.
 
-For `mfleet doctor`. Reads the section ``env``, the run's seed and a task from standard input; the last line of the
-output tells what the environment answered, or the ``problem``.
+For `mfleet doctor`. Reads the section ``env``, the run's seed and tasks from standard input; the last line of the
+output tells what each task's environment answered, or the ``problem``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import secrets
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, ToolCall
 from megatron_fleet.envs.registry import Start, make_environment, serve
 
+AT_ONCE = 4
+"""Environments that are started at the same time."""
 UNREACHABLE = ("timeout", "transport_error")
 """Kinds of tool errors that are the environment's fault, not the call's."""
 
@@ -52,23 +55,36 @@ def _said(answer: Observation) -> str:
     return f"answered {answer.error.kind}: {answer.error.message[:200]}"
 
 
+async def play_all(config: EnvConfig, tasks: Sequence[Task], url: str, token: str) -> list[dict[str, Any]]:
+    """`play` each task: what it found, and its ``seconds``, or the ``problem``; with the ``environment`` of each."""
+    places = asyncio.Semaphore(AT_ONCE)
+
+    async def one(task: Task) -> dict[str, Any]:
+        async with places:
+            begun, there = time.monotonic(), {"environment": task.env_key, "task": task.key}
+            try:
+                return there | await play(config, task, url, token) | {"seconds": time.monotonic() - begun}
+            except (EnvBusy, EnvLost) as error:
+                return there | {"problem": f"does not start ({error})"}
+
+    return await asyncio.gather(*map(one, tasks))
+
+
 def main() -> int:
     """Answer the request on standard input."""
     request = json.loads(sys.stdin.read())
-    config, task, token = EnvConfig.model_validate(request["env"]), Task(**request["task"]), secrets.token_hex(16)
+    config, token = EnvConfig.model_validate(request["env"]), secrets.token_hex(16)
+    tasks = [Task(**values) for values in request["tasks"]]
+    answer: dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="mfleet-doctor-") as folder:
         try:
             server = serve(Start(config, Path(folder, "server.log"), sys.executable, request["seed"], token=token))
             try:
-                begun = time.monotonic()
-                answer = asyncio.run(play(config, task, server.url, token))
-                answer["seconds"] = time.monotonic() - begun
+                answer = {"environments": asyncio.run(play_all(config, tasks, server.url, token))}
             finally:
                 server.stop()
         except UserError as error:
             answer = {"problem": str(error)}
-        except (EnvBusy, EnvLost) as error:
-            answer = {"problem": f"the environment {task.env_key} does not start ({error}); see its server's log."}
     print(json.dumps(answer))
     return 0
 

@@ -87,7 +87,6 @@ class Torchrun(Local):
     kind = "torchrun"
 
     def program(self) -> list[str]:
-        """See `Local.program`."""
         return [str(SCRIPTS / "torchrun" / "train.sh")]
 
 

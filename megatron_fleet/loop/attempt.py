@@ -73,12 +73,13 @@ class Attempt:
         more: Mapping[str, float],
         difference: float | None,
     ) -> None:
-        """Record training step ``step`` (from 1).
+        """Record training step ``step`` (from 1), and decide whether its weights are evaluated.
 
         Args:
             more: further metrics.
             difference: between engines and trainer, see `loop.weights.compare`; ``None`` = not compared.
         """
+        self.evaluations.decide(step)
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]
         seconds = {**batch.seconds, **seconds}
         threshold = self.config.eval.pass_threshold
@@ -118,8 +119,10 @@ def open_attempts(
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config, held_out, rollout.collect)
         evaluations = Evaluations(config, evaluator, records)
-        due = None if state is None else state["unevaluated"]
-        evaluations.due = None if due is None or records.evaluated(due) else due
+        if state is None:
+            evaluations.decide(0)
+        elif (due := state["unevaluated"]) is not None and not records.evaluated(due):
+            evaluations.due = due
         prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.folder).decode)
         try:
             with records.phase("starting"):

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Protocol, final
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, Protocol, final
 
 from megatron_fleet.config.schema import Config
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.platform.timeline import TIMELINE
 
+Interrupt = Callable[[Coroutine[Any, Any, None]], Awaitable[None]]
 ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 
 
@@ -61,7 +62,7 @@ class Evaluations:
             self.due = step
 
     async def catch_up(self) -> None:
-        """Make the evaluation that is due, unless it is left to `start_due`. Cancelled, it stays due."""
+        """Make the evaluation that is due, unless it is left to `behind_training`. Cancelled, it stays due."""
         # After the last step there is nothing to hide it behind.
         if self.due is None or (self._config.eval.overlap and self.due < self._config.run.last_step):
             return
@@ -69,14 +70,21 @@ class Evaluations:
         step, self.due = self.due, None
         self._records.evaluation(step, self._records.episodes_of(step, evaluation))
 
-    def start_due(self) -> None:
-        """Start the due evaluation in the background: the engines are idle until the next weight sync."""
+    @asynccontextmanager
+    async def behind_training(self, interrupt: Interrupt) -> AsyncIterator[None]:
+        """Make the evaluation that is due while the block updates the weights, and wait for it at the end of the block.
+        The engines, which are idle until the next sync, hold the weights from before.
+
+        Args:
+            interrupt: awaits, and raises when the run is to stop.
+        """
         if self.due is not None:
             self._running, self.due = self.due, None
             self._evaluator.start()
+        yield
+        await interrupt(self._finish())
 
-    async def finish(self) -> None:
-        """Wait for the background evaluation, because the weights are about to change."""
+    async def _finish(self) -> None:
         if self._running is None:
             return
         began = time.monotonic()

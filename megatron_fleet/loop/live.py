@@ -199,7 +199,6 @@ class _Kept(logging.Handler):
         self.newest: deque[Alert] = deque(maxlen=MAX_ALERTS)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
         self.newest.append(Alert(record.created, record.levelname, record.getMessage()))
 
 

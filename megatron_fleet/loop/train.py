@@ -1,4 +1,21 @@
-"""Training loop of the controller: play, update, sync weights, record; evaluate and save when due."""
+"""Training loop of the controller: play, update, sync weights, record; evaluate and save when due.
+
+Stages of a step, in their order:
+
+=========  =====================================  ========================================  =======================
+stage      takes                                  waits for                                 gives
+=========  =====================================  ========================================  =======================
+play       tasks, the weights that engines hold   the last group of the step (`Batches`);   a `StepBatch`
+                                                  groups of later steps play on
+update     the `StepBatch`                        colocated: engines that fall asleep;      weights of the next version
+                                                  an evaluation behind it, at its end
+save       weights, optimizer, guard              the copy to host memory, when one is due  a copy, written meanwhile
+sync       the weights                            all engines, which stop sampling          engines with this version
+record     metrics of all of these                nothing                                   a row, and the checkpoint
+evaluate   the weights that engines hold          its episodes, unless it is left to run    scores
+                                                  behind the next update
+=========  =====================================  ========================================  =======================
+"""
 
 from __future__ import annotations
 
@@ -99,8 +116,6 @@ class Training:
         config, attempt = self._config, self._attempt
         self._stop.heeded = True
         await self._engines.update(self._step)
-        if self._step == 0:
-            attempt.evaluations.decide(0)
         await self._stop.interrupt(attempt.evaluations.catch_up())
         while self._step < config.run.last_step:
             await self._one_step()
@@ -117,13 +132,12 @@ class Training:
         TIMELINE.begin_step(self._step)
         self._saves.check()
         batch = await self._stop.interrupt(self._next_batch())
-        attempt.evaluations.start_due()
-        attempt.records.show("training")
-        await self._engines.to_trainer()
-        with clock.phase("policy_train"):
-            reports = await update(config, self._trainer, self._guard, batch.updates, self._step)
-        self._step += 1
-        await self._stop.interrupt(attempt.evaluations.finish())
+        async with attempt.evaluations.behind_training(self._stop.interrupt):
+            attempt.records.show("training")
+            await self._engines.to_trainer()
+            with clock.phase("policy_train"):
+                reports = await update(config, self._trainer, self._guard, batch.updates, self._step)
+            self._step += 1
         if self._saves.due(self._step) or self._guard.stuck:
             with clock.phase("save_checkpoints"):
                 probe = await self._copy_state()
@@ -132,7 +146,6 @@ class Training:
         seconds = clock.read() | self._engines.read_seconds()
         attempt.batches.trained(batch.groups)
         attempt.records.trajectories(self._step, batch.groups)
-        attempt.evaluations.decide(self._step)
         more = self._engines.memory() | await self._engines.statistics() | self._saves.metrics()
         attempt.finish_step(self._step, batch, reports, seconds, more, difference)
         self._recorded_step = self._step

@@ -130,7 +130,6 @@ class EngineWeights:
         return {"tokens": [d.token_ids.tolist() for d in data], "logprobs": [score.tolist() for score in scores]}
 
     async def statistics(self) -> dict[str, float]:
-        """See `RolloutService.statistics`."""
         return await self._engines.statistics()
 
     def memory(self) -> dict[str, float]:
@@ -138,7 +137,6 @@ class EngineWeights:
         return self.colocation.memory()
 
     def read_seconds(self) -> dict[str, float]:
-        """See `Colocation.read_seconds`."""
         return self.colocation.read_seconds()
 
     async def _sync(self, version: int) -> None:

@@ -60,7 +60,6 @@ class AlertHandler(logging.Handler):
         self._held: dict[tuple[str, str], int] = {}
 
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler.emit`."""
         key: tuple[Kind, str] | None = getattr(record, FIELD, None)
         if key is None:
             return

@@ -53,7 +53,6 @@ class EngineActor(Sampler):
     """`Sampler` of vLLM."""
 
     def __init__(self, config: Config, token: str, log: Path, transport: str, secrets: Mapping[str, str] | None = None):
-        """See `Sampler`."""
         super().__init__(config, token, log, transport, secrets)
         os.environ[TRANSPORT] = transport
         self._llm: Any = None
@@ -113,7 +112,6 @@ class EngineActor(Sampler):
         return engine_args(self._config, self._transport, cpu=cpu, can_sleep=can_sleep)
 
     async def serve(self) -> None:
-        """See `Sampler.serve`."""
         await super().serve()
         if self._asking is None:
             self._asking = asyncio.create_task(self._watch_core())
@@ -174,7 +172,6 @@ class EngineActor(Sampler):
             raise EngineLost(f"the engine failed: {error.__cause__ or error}") from error
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """See `Sampler.score`."""
         from vllm import SamplingParams as VllmParams
         from vllm.inputs.engine import tokens_input
         from vllm.sampling_params import RequestOutputKind
@@ -188,7 +185,6 @@ class EngineActor(Sampler):
         return [_prompt_logprobs(output) for output in outputs]
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
-        """See `Sampler.open_transport`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         async with self._updating():
@@ -205,7 +201,6 @@ class EngineActor(Sampler):
             await self._llm.start_weight_update()
 
     async def load(self, message: Mapping[str, Any]) -> None:
-        """See `Sampler.load`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         async with self._updating():
@@ -274,11 +269,9 @@ class EngineActor(Sampler):
             self._unusable = f"its core process did not answer within {limit:g} s (rollout.engine.health_timeout_s)"
 
     async def read_statistics(self) -> EngineStatistics:
-        """See `Sampler.read_statistics`."""
         return EngineStatistics() if self._statistics is None else self._statistics.read()
 
     async def shutdown(self) -> None:
-        """See `Sampler.shutdown`."""
         await super().shutdown()
         if self._asking is not None:
             self._asking.cancel()

@@ -117,7 +117,6 @@ class EngineSlot(WatchedComponent):
                 self._lose(actor, error)
 
     async def score(self, sequences: Sequence[np.ndarray], timeout_s: float) -> list[np.ndarray]:
-        """See `Sampler.score`."""
         return await self._repeat(lambda actor: actor.score.remote(list(sequences)), timeout_s)
 
     async def sample(self) -> EngineStatistics:
@@ -136,11 +135,9 @@ class EngineSlot(WatchedComponent):
         return counts
 
     async def sampled_tokens(self) -> int:
-        """See `Sampler.sampled_tokens`."""
         return await self._repeat(lambda actor: actor.sampled_tokens.remote(), CALL_TIMEOUT_S)
 
     async def processes(self) -> list[int]:
-        """See `EngineActor.processes`."""
         return await self._repeat(lambda actor: actor.processes.remote(), CALL_TIMEOUT_S)
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
@@ -154,7 +151,6 @@ class EngineSlot(WatchedComponent):
             await self._or_lose(actor, actor.open_transport.remote(init_info))
 
     async def begin_update(self) -> None:
-        """See `WeightReceiver`."""
         self._settled.clear()
         self._stop_resending()
         self._updating = self._actor if self._serving.is_set() else None
@@ -162,7 +158,6 @@ class EngineSlot(WatchedComponent):
             await self._or_lose(self._updating, self._updating.begin_update.remote())
 
     async def load(self, message: Mapping[str, Any]) -> None:
-        """See `WeightReceiver`."""
         if self._takes_part():
             await self._or_lose(self._updating, self._updating.load.remote(message))
 

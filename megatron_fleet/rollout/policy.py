@@ -89,11 +89,9 @@ class EnginePolicy:
         self._agent = make_agent(settings.agent.kind)
 
     def engine_moved(self, before: str, now: str) -> None:
-        """See `Policy`."""
         self._engine.moved(before, now)
 
     async def play(self, spec: EpisodeSpec, environment: Environment) -> Trajectory:
-        """See `Policy`."""
         settings = dataclasses.replace(
             self._settings,
             temperature=spec.temperature,
@@ -125,14 +123,12 @@ class EndpointPolicy:
 
     @property
     def dead(self) -> str | None:
-        """See `Policy`."""
         return self._client.dead
 
     def engine_moved(self, before: str, now: str) -> None:
         """See `Policy`; there are no engines."""
 
     async def play(self, spec: EpisodeSpec, environment: Environment) -> Trajectory:
-        """See `Policy`."""
         from megatron_fleet.agents.chat_conversation import run_chat_episode
 
         settings = dataclasses.replace(self._settings, temperature=spec.temperature)

@@ -132,7 +132,6 @@ class TrainerGroup:
 
     @property
     def ranks(self) -> Ranks:
-        """See `Trainer.ranks`."""
         return self
 
     def begin(self) -> None:
@@ -215,7 +214,6 @@ class TrainerGroup:
 
     @property
     def processes(self) -> list[tuple[str, int]]:
-        """See `Ranks.processes`."""
         return [(link.who.host, link.who.pid) for link in self._links]
 
     def _disconnect(self) -> None:
@@ -226,7 +224,6 @@ class TrainerGroup:
         self._links, self._readers = [], []
 
     async def lost(self) -> TrainerLost:
-        """See `Trainer.lost`."""
         return await asyncio.shield(self._lost)
 
     def _lose(self, reason: str) -> None:
@@ -421,7 +418,6 @@ class TrainerGroup:
         which: Literal["current", "reference"] = "current",
         temperature: float | None = None,
     ) -> list[np.ndarray]:
-        """See `Trainer.forward`."""
         plan = self.plan(data)
         arguments = {"which": which, "temperature": temperature}
         answers = await self._call("forward", arguments, _shares(plan, data))
@@ -432,7 +428,6 @@ class TrainerGroup:
         return [found[index] for index in range(len(data))]
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
-        """See `Trainer.forward_backward`."""
         self._plan = self.plan(data)
         arguments = {"settings": dict(loss.settings), "per_sequence": loss.per_sequence}
         answers = await self._call("forward_backward", arguments, _shares(self._plan, data))
@@ -447,7 +442,6 @@ class TrainerGroup:
         return report
 
     async def examine(self) -> Examination:
-        """See `Ranks.examine`."""
         answers = await self._call("examine")
         by_replica = self._by_replica([answer["micro_batches"] for answer in answers])
         losses = [
@@ -459,7 +453,6 @@ class TrainerGroup:
         return Examination(**answers[0]["faults"], micro_batches=losses)
 
     async def copy_state(self, path: Path) -> Awaitable[Files]:
-        """See `Ranks.copy_state`."""
         await self._call("copy_state", {"path": str(path.absolute())})
         written = asyncio.create_task(self._written())
         written.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be no waiter
@@ -471,7 +464,6 @@ class TrainerGroup:
     async def send_state(
         self, path: Path, url: str, sizes: Mapping[str, int], bytes_per_s: float | None
     ) -> Collection[str]:
-        """See `Ranks.send_state`."""
         here = socket.gethostname()
         ranks = [rank for rank, link in enumerate(self._links) if link.who.host != here]
         if not ranks:
@@ -482,7 +474,6 @@ class TrainerGroup:
         return [name for names in sent for name in names]
 
     async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
-        """See `Trainer.send_weights`."""
         await self._call("send_weights", {"version": version, "options": dict(options)}, deliver=deliver)
 
     def _by_replica(self, values: Sequence[Any]) -> list[Any]:

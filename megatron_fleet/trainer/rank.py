@@ -235,7 +235,6 @@ class _Outbox:
         self._link, self._receipts, self._call, self._next = link, receipts, call, 0
 
     def post(self, message: Mapping[str, Any]) -> _Receipt:
-        """See `Outbox.post`."""
         key = self._call, self._next
         self._next += 1
         answer = self._receipts[key] = queue.SimpleQueue()

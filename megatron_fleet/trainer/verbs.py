@@ -141,11 +141,9 @@ class RankVerbs:
         return {"report": as_plain(report), "sequences": self._losses.sequences() if per_sequence else None}
 
     def optim_step(self, adam: Mapping[str, Any], hold_above: float) -> dict[str, Any]:
-        """See `Ranks.optim_step`."""
         return as_plain(self._policy.optim_step(AdamParams(**adam), hold_above))
 
     def discard_gradients(self) -> None:
-        """See `Trainer.discard_gradients`."""
         self._policy.discard_gradients()
 
     def examine(self) -> dict[str, Any]:
@@ -155,7 +153,6 @@ class RankVerbs:
         return {"faults": as_plain(find_faults(self._policy.model_chunks)), "micro_batches": losses}
 
     def keep_reference(self) -> None:
-        """See `Trainer.keep_reference`."""
         self._policy.keep_reference()
 
     def save_state(self, path: str) -> Written:
@@ -193,20 +190,16 @@ class RankVerbs:
         return self._copier.submit(state_files.fetch, url, Path(path), files, self._leaving)
 
     def clear_state(self, folder: str) -> None:
-        """See `Ranks.clear_state`."""
         if not self._sees_folder and os.environ["LOCAL_RANK"] == "0":
             state_files.clear(Path(folder))
 
     def load_state(self, path: str) -> None:
-        """See `Trainer.load_state`."""
         self._policy.load_state(self._fetched.get(path, Path(path)))
 
     def export_hf(self, path: str) -> None:
-        """See `Trainer.export_hf`."""
         self._policy.export_hf(Path(path))
 
     def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Trainer.prepare_weights`."""
         if self._sender is None or self._transport != transport:
             self._close_sender()
             source = self._policy.weight_source()
@@ -217,20 +210,17 @@ class RankVerbs:
         return dict(self._sender.prepare(options))
 
     def send_weights(self, version: int, options: Mapping[str, Any], outbox: Outbox) -> None:
-        """See `Trainer.send_weights`."""
         if self._sender is None:
             raise RuntimeError("send_weights without prepare_weights")
         self._policy.gathered()
         self._sender.send(version, options, outbox)
 
     def offload(self, parts: Sequence[Part] = PARTS) -> None:
-        """See `Ranks.offload`."""
         assert self._state is not None, "only a colocated trainer leaves its devices"
         self._policy.gathered()
         self._state.offload(parts)
 
     def onload(self, parts: Sequence[Part] = PARTS) -> None:
-        """See `Ranks.onload`."""
         assert self._state is not None, "only a colocated trainer leaves its devices"
         self._state.onload(parts)
 

@@ -52,19 +52,15 @@ class MegatronWeightSource:
         }
 
     def metadata(self) -> list[ParamMeta]:
-        """See `WeightSource.metadata`."""
         return list(self._metadata.values())
 
     def groups(self) -> list[list[str]]:
-        """See `WeightSource.groups`."""
         return self._groups
 
     def owned(self, tensor: str) -> Sequence[OwnedBox]:
-        """See `WeightSource.owned`."""
         return self._owned[tensor]
 
     def values(self, owned: OwnedBox) -> torch.Tensor:
-        """See `WeightSource.values`."""
         local = self._local[owned.local]
         values, offset = local.view()[slice(*owned.rows)], local.matrix.rule.offset
         return values.float() - offset if offset else values

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import sys
 import threading
@@ -201,10 +202,39 @@ def test_a_folder_that_is_not_whole(tmp_path):
     assert asked("engine", f"model.path={folder}") == Result("skipped", "the model is not here")
 
 
+OWN_ENVIRONMENT = """
+from megatron_fleet.envs.base import EnvRefused, Observation
+
+class Maps:
+    def __init__(self, config, episode):
+        pass
+
+    async def reset(self, task):
+        if task.env_key != "maps":
+            raise EnvRefused(f"there is no {task.env_key}")
+        return Observation("a map")
+
+    async def step(self, call): ...
+    async def verify(self, final_answer, conversation): ...
+    async def close(self): ...
+"""
+
+
 @pytest.mark.slow
 def test_a_step_in_an_environment(episode_python):
     result = asked("environment", "env.start_timeout_s=300", "env.reset_timeout_s=299", "rollout.episode_timeout_s=900")
-    assert result.status == "ok" and " tools; " in result.detail, result
+    said = re.findall(r"(\w+), task [\w-]+: \d+ tools, \w+ answered", result.detail)
+    assert result.status == "ok" and len(said) > 1 and said == sorted({*said}), result
+
+
+@pytest.mark.slow
+def test_an_environment_that_the_backend_does_not_have_is_named(episode_python, tmp_path, monkeypatch):
+    (tmp_path / "own_env.py").write_text(OWN_ENVIRONMENT)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    rows = [{"key": f"{env}{i}", "prompt": "p", "env_key": env} for env in ("maps", "malls") for i in range(20)]
+    (tmp_path / "tasks.json").write_text(json.dumps(rows))
+    result = asked("environment", "env.kind=own_env:Maps", "data=file", f"data.tasks={tmp_path / 'tasks.json'}")
+    assert (result.status, result.detail) == ("failed", "malls does not start (there is no malls)")
 
 
 @pytest.mark.slow

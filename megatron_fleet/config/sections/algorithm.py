@@ -58,10 +58,10 @@ class CorrectionConfig(Section):
         "importance weights per token or sequence, or masked tokens or sequences (algorithms/corrections.py).",
     )
     low: float | None = Field(
-        None, gt=0, le=1, description=f"Smallest ratio that is kept; none = {_spelt(CORRECTION_BOUNDS, 0)}."
+        None, gt=0, le=1, description=f"Smallest ratio that is kept; null: {_spelt(CORRECTION_BOUNDS, 0)}."
     )
     high: float | None = Field(
-        None, ge=1, description=f"Largest ratio that is kept, or the cap; none = {_spelt(CORRECTION_BOUNDS, 1)}."
+        None, ge=1, description=f"Largest ratio that is kept, or the cap; null: {_spelt(CORRECTION_BOUNDS, 1)}."
     )
 
 
@@ -89,13 +89,13 @@ class AlgorithmConfig(Section):
         "ppo_clip", description="Policy term of the loss (algorithms/policy_terms.py has the formulas)."
     )
     clip_low: float | None = Field(
-        None, gt=0, le=1, description=f"Ratios are bounded by 1 - clip_low; none = {_spelt(CLIP_BOUNDS, 0)}."
+        None, gt=0, le=1, description=f"Ratios are bounded by 1 - clip_low; null: {_spelt(CLIP_BOUNDS, 0)}."
     )
     clip_high: float | None = Field(
-        None, gt=0, description=f"Ratios are bounded by 1 + clip_high; none = {_spelt(CLIP_BOUNDS, 1)}."
+        None, gt=0, description=f"Ratios are bounded by 1 + clip_high; null: {_spelt(CLIP_BOUNDS, 1)}."
     )
     dual_clip: float | None = Field(
-        None, gt=1, description="ppo_clip: bound on the ratio for negative advantages; none = off."
+        None, gt=1, description="ppo_clip: bound on the ratio for negative advantages; null: off."
     )
     tau_positive: float = Field(1.0, gt=0, description="sapo: temperature of the gate for positive advantages.")
     tau_negative: float = Field(1.05, gt=0, description="sapo: temperature of the gate for negative advantages.")

@@ -42,7 +42,7 @@ class EvalConfig(Section):
     tasks: int | None = Field(
         100,
         ge=1,
-        description="Held-out tasks used, the same every time, round-robin over environments; none = all of them.",
+        description="Held-out tasks used, the same every time, round-robin over environments; null: all of them.",
     )
     samples: int = Field(4, ge=1, le=10_000, description="Samples per task at the training temperature.")
     greedy: bool = Field(True, description="Also one greedy sample per task.")
@@ -55,7 +55,7 @@ class EvalConfig(Section):
     budget_s: float | None = Field(
         None,
         gt=0,
-        description="Seconds an evaluation may take; episodes open then are abandoned, their rewards unknown. none = "
+        description="Seconds an evaluation may take; episodes open then are abandoned, their rewards unknown. null: "
         "as long as it takes.",
     )
     overlap: bool = Field(

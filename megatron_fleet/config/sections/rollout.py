@@ -60,7 +60,7 @@ class EngineConfig(Section):
         None,
         ge=1,
         le=MAX_TOKENS,
-        description="Tokens, of prompts and samples, that one replica computes together; none = vLLM's choice for "
+        description="Tokens, of prompts and samples, that one replica computes together; null: vLLM's choice for "
         "throughput (16384 on an 80 GB GPU). On CPUs at least the longest sequence, and 4096 by default.",
     )
     enforce_eager: bool = Field(False, description="Run vLLM without compiled graphs: slower, starts sooner.")
@@ -68,14 +68,14 @@ class EngineConfig(Section):
         None,
         ge=1,
         le=MAX_EPISODES,
-        description="GPUs: largest number of tokens in a batch for which a CUDA graph is captured; none = vLLM's "
+        description="GPUs: largest number of tokens in a batch for which a CUDA graph is captured; null: vLLM's "
         "choice (twice max_num_seqs, at most 512).",
     )
     prefix_caching: bool = Field(True, description="Keep the KV cache of a prompt for later turns and other samples.")
     kv_cache_dtype: Literal["auto", "fp8"] = Field(
         "auto", description="Data type of the KV cache; auto: model.dtype. fp8 holds twice the tokens of bfloat16."
     )
-    kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; none = vLLM decides (GPU).")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="KV memory per replica; null: vLLM decides (GPU).")
     quantization: Literal["auto", "none", "fp8"] = Field(
         "auto",
         description="Linear layers of the engines: fp8 = E4M3 with a scale for each 128 x 128 block, quantised by the "

@@ -74,12 +74,12 @@ class ParallelConfig(Section):
     )
     pipeline: int = Field(1, ge=1, description="Pipeline-parallel size: ranks that share the stack of layers.")
     virtual: int = Field(1, ge=1, description="Virtual pipeline: model chunks per pipeline rank, interleaved.")
-    first_stage_layers: int | None = Field(None, ge=1, description="Layers of the first pipeline rank; none = even.")
-    last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline rank; none = even.")
+    first_stage_layers: int | None = Field(None, ge=1, description="Layers of the first pipeline rank; null: even.")
+    last_stage_layers: int | None = Field(None, ge=1, description="Layers of the last pipeline rank; null: even.")
     context: int = Field(1, ge=1, description="Context-parallel size: ranks that share the tokens of each sequence.")
     expert: int = Field(1, ge=1, description="Expert-parallel size: ranks that share the experts of a layer.")
     expert_tensor: int | None = Field(
-        None, ge=1, description="Tensor-parallel size of experts; none = `tensor`, or 1 with expert > 1."
+        None, ge=1, description="Tensor-parallel size of experts; null: `tensor`, or 1 with expert > 1."
     )
     data: int = Field(
         1, ge=1, description="Data-parallel size: replicas of the model, each with its share of the batch."
@@ -153,13 +153,13 @@ class SafetyConfig(Section):
     """Handling of suspicious updates. An update with a non-finite loss or gradient is always skipped."""
 
     spike_factor: float | None = Field(
-        10.0, gt=1, description="Warn when the gradient norm exceeds this multiple of the running median; none = off."
+        10.0, gt=1, description="Warn when the gradient norm exceeds this multiple of the running median; null: off."
     )
     mismatch_kl: float | None = Field(
         0.05,
         gt=0,
         description="Warn when policy/mismatch_kl of a step, the distance of the engines' policy from the trainer's, "
-        "exceeds this; none = off. Usual are 1e-5 to 1e-3 for dense models in bfloat16, and up to 0.1 for mixtures of "
+        "exceeds this; null: off. Usual are 1e-5 to 1e-3 for dense models in bfloat16, and up to 0.1 for mixtures of "
         "experts.",
     )
     max_dumps: int = Field(

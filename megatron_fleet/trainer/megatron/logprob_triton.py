@@ -35,7 +35,6 @@ def to_gradient_(
     of_logprob: torch.Tensor,
     of_entropy: torch.Tensor | None,
 ) -> None:
-    """See `logprob_torch.to_gradient_`."""
     count, width = logits.shape
     block = _block(width)
     _to_gradient[(count, triton.cdiv(width, block))](

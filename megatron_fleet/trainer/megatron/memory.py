@@ -90,7 +90,6 @@ class CudaGauge:
         self._held = self._foreign_before = self._communicators = 0
 
     def read(self, held: int) -> dict[str, int]:
-        """See `Gauge.read`."""
         self._held, self._foreign_before = held, self._foreign()
         torch.cuda.reset_peak_memory_stats(self._device)
         return {
@@ -100,7 +99,6 @@ class CudaGauge:
         }
 
     def close(self, quiet: bool) -> dict[str, int]:
-        """See `Gauge.close`."""
         if quiet:
             self._communicators += max(0, self._foreign() - self._foreign_before)
         peak = torch.cuda.max_memory_allocated(self._device) - self._held

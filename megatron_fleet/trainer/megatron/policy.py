@@ -233,7 +233,6 @@ class MegatronPolicy:
         return OptimReport(grad_norm=norm, lr=adam.lr, skipped=skipped, gradient=found)
 
     def discard_gradients(self) -> None:
-        """See `Trainer.discard_gradients`."""
         self._clear()
         self._reduced = None
         if self._probe:

@@ -158,14 +158,12 @@ class GlooGroup:
         self._options.timeout = timedelta(seconds=STALL_S)
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """See `UpdateGroup.broadcast`."""
         try:
             self._group.broadcast([memory], self._options).wait()
         except RuntimeError as e:
             raise GroupBroken(str(e)) from e
 
     def close(self) -> None:
-        """See `UpdateGroup.close`."""
         if hasattr(self, "_group"):
             del self._group
 
@@ -192,7 +190,6 @@ class NcclGroup:
             raise RuntimeError("nccl: NCCL is not available; use another rollout.engine.transport")
 
     def broadcast(self, memory: torch.Tensor) -> None:
-        """See `UpdateGroup.broadcast`."""
         with torch.cuda.device(memory.device):
             stream, done = torch.cuda.current_stream(), torch.cuda.Event()
             self._communicator.broadcast(memory, src=0, stream=stream)

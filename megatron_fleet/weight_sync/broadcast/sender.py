@@ -43,7 +43,6 @@ class BroadcastSender:
         return {} if self._rendezvous is None else self._rendezvous.init_info
 
     def send(self, version: int, options: Mapping[str, Any], deliver: Outbox) -> None:
-        """See `Sender.send`."""
         broken = ""
         with together(self._world):
             if self._replica == 0:
@@ -60,7 +59,6 @@ class BroadcastSender:
             deliver.post({"broken": broken}).wait()
 
     def close(self) -> None:
-        """See `Sender.close`."""
         if self._group is not None:
             self._group.close()
         self._group = self._rendezvous = None

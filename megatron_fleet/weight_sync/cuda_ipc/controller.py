@@ -20,7 +20,6 @@ class CudaIpcTransport:
         self._turn = asyncio.Lock()
 
     async def sync(self, trainer: WeightSender, engines: WeightReceiver, version: int) -> None:
-        """See `Transport.sync`."""
         async with self._turn:
             await engines.open_transport(await trainer.prepare_weights(self.name, {}))
             await engines.begin_update()

@@ -51,7 +51,6 @@ class CudaIpcSender:
             self._client.end()
 
     def close(self) -> None:
-        """See `Sender.close`."""
         self._engine.shutdown()
 
 

@@ -57,7 +57,6 @@ class ShmTransport:
         await engines.finish_update(version, message)
 
     def close(self) -> None:
-        """See `Transport.close`."""
         if self._memory is not None:
             self._memory.close()
             self._memory = None

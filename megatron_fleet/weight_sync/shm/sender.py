@@ -123,7 +123,6 @@ class ShmSender:
             raise PeerError(next(reason for reason in reasons if reason))
 
     def close(self) -> None:
-        """See `Sender.close`."""
         self._memory, self._path = None, ""
 
     def _write(self, memory: torch.Tensor, number: int) -> None:
