@@ -7,7 +7,7 @@ import time
 from dataclasses import replace
 
 from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
-from megatron_fleet.weight_sync.registry import TRANSPORTS, Halves
+from megatron_fleet.weight_sync.registry import TRANSPORTS, TransportClasses
 from megatron_fleet.weight_sync.shm.controller import ShmTransport
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,6 @@ class TimedShm(ShmTransport):
         log.warning("weights of version %d took %.3f s", version, time.perf_counter() - began)
 
 
-def timed_shm() -> Halves:
+def timed_shm() -> TransportClasses:
     """The three halves, each as `module:Class`, imported where it is used."""
     return replace(TRANSPORTS["shm"], controller="my_transport:TimedShm")

@@ -84,8 +84,8 @@ assert "dummy" in ARCHITECTURES
     "a weight sync transport": Change(
         edits={
             "weight_sync/registry.py": (
-                "TRANSPORTS: dict[str, Halves] = {",
-                'TRANSPORTS: dict[str, Halves] = {"dummy": _ours("dummy", "Dummy", "Sender", "Engine"),',
+                "TRANSPORTS: dict[str, TransportClasses] = {",
+                'TRANSPORTS: dict[str, TransportClasses] = {"dummy": _ours("dummy", "Dummy", "Sender", "Engine"),',
             )
         },
         files={

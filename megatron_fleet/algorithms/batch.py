@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.advantages import MIN_KNOWN, group_advantages, is_known
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.algorithms.groups import learnt_from, shaped_rewards
+from megatron_fleet.algorithms.groups import keeps_group, shaped_rewards
 from megatron_fleet.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def split_batch(batch: Batch, parts: int, algo: AlgorithmConfig) -> list[list[Da
 
 def _group_fates(group: Group, rewards: Sequence[float | None], algo: AlgorithmConfig) -> list[Fate]:
     enough = sum(map(is_known, rewards)) >= MIN_KNOWN
-    kept = enough and learnt_from(group, rewards, algo)
+    kept = enough and keeps_group(group, rewards, algo)
 
     def fate(trajectory: Trajectory) -> Fate:
         if not is_known(trajectory.reward):

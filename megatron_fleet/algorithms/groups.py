@@ -88,7 +88,7 @@ def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | Non
     return values
 
 
-def learnt_from(group: Group, rewards: Sequence[float | None], algorithm: AlgorithmConfig) -> bool:
+def keeps_group(group: Group, rewards: Sequence[float | None], algorithm: AlgorithmConfig) -> bool:
     """Return whether ``algorithm.group_filter`` keeps ``group``.
 
     Raises:

@@ -14,7 +14,7 @@ from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.errors import printable, say, say_lines
 from megatron_fleet.config.schema import Config
 from megatron_fleet.doctor import devices, host, meeting, model, network, services, versions
-from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Here, Probe, ask
+from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Probe, ProbeContext, ask
 
 PROBES: tuple[Probe, ...] = (
     *versions.PROBES,
@@ -36,7 +36,7 @@ def main(config: Config | None, environ: Mapping[str, str], quick: bool, as_json
 
     Args:
         config: of the run that is to be started; ``None``: this machine alone.
-        quick: see `Here`.
+        quick: see `ProbeContext`.
 
     Raises:
         UserError: this host's devices cannot be listed, or the hosts do not meet.
@@ -45,7 +45,7 @@ def main(config: Config | None, environ: Mapping[str, str], quick: bool, as_json
     if not first:  # one process on each host is enough
         return 0
     (mine,) = local_inventory(environ, alone=count == 1).hosts
-    here = Here(config, environ, mine, quick, met=count > 1)
+    here = ProbeContext(config, environ, mine, quick, met=count > 1)
     if count == 1:
         return report(ask([*PROBES, network.ALONE], here), as_json)
     timeout_s = JOIN_S if config is None else config.cluster.join_timeout_s

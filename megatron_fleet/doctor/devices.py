@@ -20,7 +20,7 @@ from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.doctor.probe import Here, Probe, Result, output, with_devices
+from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output, with_devices
 from megatron_fleet.planning.hardware import other_kind
 
 NEEDED_DRIVER = 580
@@ -129,26 +129,26 @@ def _mib_or_none(text: str) -> int | None:
     return _mib(text) if _AMOUNT.fullmatch(text) else None
 
 
-def _seen(here: Here) -> tuple[str, list[Gpu]]:
+def _seen(here: ProbeContext) -> tuple[str, list[Gpu]]:
     """Driver, and the GPUs that processes of this environment see."""
     driver, gpus = parse(_nvidia_smi(here, "-q", "-x"))
     mine = {device.uuid for device in here.host.devices}
     return driver, [gpu for gpu in gpus if gpu.uuid in mine]
 
 
-def _nvidia_smi(here: Here, *arguments: str) -> str:
+def _nvidia_smi(here: ProbeContext, *arguments: str) -> str:
     program = shutil.which("nvidia-smi", path=here.environ.get("PATH"))
     if program is None:
         raise UserError("there is no nvidia-smi in PATH; install the NVIDIA driver, or start the container with GPUs.")
     return output([program, *arguments], without_secrets(here.environ), NVIDIA_SMI_DEADLINE_S)
 
 
-def with_cuda(here: Here) -> bool:
+def with_cuda(here: ProbeContext) -> bool:
     """Runs with a torch that is built for GPUs."""
     return cuda_is_installed() and bool(here.environ.get("CUDA_VISIBLE_DEVICES", "all").strip())
 
 
-def devices(here: Here) -> Result:
+def devices(here: ProbeContext) -> Result:
     """Compare the GPUs with those that the run needs on one host, and look for broken ones."""
     _, gpus = _seen(here)
     if not gpus:
@@ -168,7 +168,7 @@ def devices(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def others(here: Here) -> Result:
+def others(here: ProbeContext) -> Result:
     """Look for other processes on the GPUs than this one and those that it was started by, and for memory that nobody
     visible holds.
     """
@@ -184,7 +184,7 @@ def others(here: Here) -> Result:
     return Result("ok", "none")
 
 
-def driver(here: Here) -> Result:
+def driver(here: ProbeContext) -> Result:
     """Compare the driver's version with the one that the pinned CUDA needs."""
     version, _ = _seen(here)
     major = version.split(".")[0]
@@ -193,7 +193,7 @@ def driver(here: Here) -> Result:
     return Result("ok", version)
 
 
-def fabric(here: Here) -> Result:
+def fabric(here: ProbeContext) -> Result:
     """Look whether GPUs behind NVSwitches are registered with the fabric, which the fabric manager does."""
     states = {gpu.fabric for gpu in _seen(here)[1]}
     if states == {None}:
@@ -211,7 +211,7 @@ def parse_peers(text: str) -> dict[tuple[int, int], str]:
     return {(a, b): state for a, row in rows.items() for b, state in enumerate(row) if a != b}
 
 
-def peers(here: Here) -> Result:
+def peers(here: ProbeContext) -> Result:
     """Look whether every GPU reads the memory of every other one, and whether by NVLink."""
     mine = {device.index for device in here.host.devices}
     state = {}
@@ -231,7 +231,7 @@ def peers(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def libraries(here: Here) -> Result:
+def libraries(here: ProbeContext) -> Result:
     """Import what a run needs, compile a kernel, and compute on every GPU."""
     script, config = ROOT / "requirements" / "smoke_gpu.py", here.config
     fp8 = config is None or config.rollout.engine.fp8(config.precision.recipe)
@@ -241,7 +241,7 @@ def libraries(here: Here) -> Result:
     return Result("warning", "; ".join(wrong), "run ./setup.sh --gpu again") if wrong else Result("ok", last)
 
 
-def _several_devices(here: Here) -> bool:
+def _several_devices(here: ProbeContext) -> bool:
     return len(here.host.devices) > 1
 
 

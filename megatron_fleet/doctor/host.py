@@ -16,7 +16,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.doctor.model import elements, engine_bytes
-from megatron_fleet.doctor.probe import Here, Probe, Result, output, split_advice, with_devices
+from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output, split_advice, with_devices
 from megatron_fleet.planning.memory.phases import run_memory
 from megatron_fleet.platform.allocator import check_allocator
 from megatron_fleet.storage.folder import PART, aligned_buffer
@@ -51,7 +51,7 @@ if target < 0 or libc.syscall(PIDFD_GETFD, target, 0, 0) < 0:
 """Takes over a file of another process, as torch and CUDA do to share memory, and as debuggers may."""
 
 
-def memory(here: Here) -> Result:
+def memory(here: ProbeContext) -> Result:
     """Compare the memory that is free for this process with what the run takes on one host."""
     installed = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     meminfo = dict(line.split(":", 1) for line in (PROC / "meminfo").read_text().splitlines())
@@ -68,7 +68,7 @@ def memory(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def _needed_memory(here: Here) -> int:
+def _needed_memory(here: ProbeContext) -> int:
     if here.config is None or not here.host.devices:
         return LEAST_MEMORY
     file = Path(here.config.model.folder, "config.json")
@@ -78,7 +78,7 @@ def _needed_memory(here: Here) -> int:
     return sum(run_memory(here.config, read_object(file, "fetch the model again"), smallest).host.values())
 
 
-def control_group(here: Here) -> Result:
+def control_group(here: ProbeContext) -> Result:
     """Compare the number of threads and of cores that the control group leaves with what a run takes."""
     cores = os.cpu_count() or 1
     left, limit = _tasks_left()
@@ -169,7 +169,7 @@ def _number(file: Path) -> int | None:
     return int(text) if text.isdigit() else None
 
 
-def shared_memory(here: Here) -> Result:
+def shared_memory(here: ProbeContext) -> Result:
     """Compare the free room in /dev/shm with Ray's object store and the weights that are synced through it."""
     disk = os.statvfs(SHARED)
     free = disk.f_bavail * disk.f_frsize
@@ -183,7 +183,7 @@ def shared_memory(here: Here) -> Result:
     return Result("failed", seen, "give the container --ipc host or a larger --shm-size, or mount -o remount,size=… it")
 
 
-def open_files(here: Here) -> Result:
+def open_files(here: ProbeContext) -> Result:
     """Compare the limit of open files of a process with the connections of the episodes in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     episodes = 0 if here.config is None else here.config.rollout.episodes_in_flight
@@ -198,7 +198,7 @@ def open_files(here: Here) -> Result:
     )
 
 
-def tracing(here: Here) -> Result:
+def tracing(here: ProbeContext) -> Result:
     """Take over a file of another process of this user: what sharing of expandable CUDA memory and py-spy need."""
     if here.host.devices:
         check_allocator(here.environ)
@@ -233,7 +233,7 @@ class _Sleeper:
         os.close(self._read)
 
 
-def disk_space(here: Here) -> Result:
+def disk_space(here: ProbeContext) -> Result:
     """Compare the free room for the run's outputs with the checkpoints that it keeps."""
     folder = here.folder
     if not os.access(folder, os.W_OK | os.X_OK):
@@ -251,7 +251,7 @@ def disk_space(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def disk_speed(here: Here) -> Result:
+def disk_speed(here: ProbeContext) -> Result:
     """Write and read a file as checkpoints are, past the page cache."""
     size = TRIAL_PARTS * PART
     if not os.access(here.folder, os.W_OK | os.X_OK):
@@ -285,7 +285,7 @@ def disk_speed(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def compiler(here: Here) -> Result:
+def compiler(here: ProbeContext) -> Result:
     """Compile a module for Python in C, as Triton does for each kernel."""
     if not PYTHON_H.is_file():
         version = f"{sys.version_info.major}.{sys.version_info.minor}"

@@ -31,7 +31,7 @@ from megatron_fleet.cluster.rank_identity import controller_address, rank_identi
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.doctor import network
-from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Here, Probe, Result, ask
+from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Probe, ProbeContext, Result, ask
 
 CLOCK_ROUNDS = 8
 DIAL_INTERVAL_S = 0.5
@@ -92,7 +92,7 @@ class _Link:
 class Meeting:
     """The host that asks: it listens for the others, and collects what was found on all."""
 
-    def __init__(self, here: Here, probes: Sequence[Probe], hosts: int, timeout_s: float) -> None:
+    def __init__(self, here: ProbeContext, probes: Sequence[Probe], hosts: int, timeout_s: float) -> None:
         """Args: ``hosts``: number of hosts, this one included. ``timeout_s``: seconds to wait for them."""
         self._here, self._probes, self._hosts, self._timeout_s = here, probes, hosts, timeout_s
         self._links: dict[str, _Link] = {}
@@ -197,7 +197,7 @@ class Meeting:
             await self._links.pop(name).close()
 
 
-async def follow(here: Here, probes: Sequence[Probe], timeout_s: float) -> int:
+async def follow(here: ProbeContext, probes: Sequence[Probe], timeout_s: float) -> int:
     """Serve as one of the other hosts; returns the number of failures on all.
 
     Raises:

@@ -16,7 +16,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import of_environments, without_secrets
-from megatron_fleet.doctor.probe import Here, Probe, Result, output, with_config
+from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output, with_config
 from megatron_fleet.weights.hf_folder import read_headers
 from megatron_fleet.weights.hub import damaged_files
 from megatron_fleet.weights.model_check import check_model, check_resumed
@@ -47,7 +47,7 @@ def engine_bytes(config: Config) -> int | None:
     return None if values is None else values * (4 if config.model.dtype == "float32" else 2)
 
 
-def model_files(here: Here) -> Result:
+def model_files(here: ProbeContext) -> Result:
     """Check the model's folder as a run does at its start, and its files against the hashes that the hub states."""
     config = here.config
     assert config is not None
@@ -75,7 +75,7 @@ def model_files(here: Here) -> Result:
     return Result("ok", f"{seen}; {f'{compared} hashes are right' if compared else 'their hashes are not known'}")
 
 
-def engine_token(here: Here) -> Result:
+def engine_token(here: ProbeContext) -> Result:
     """Start an engine of the configuration on this host and let it sample one token."""
     config = here.config
     assert config is not None
@@ -93,7 +93,7 @@ def engine_token(here: Here) -> Result:
     return Result("ok", f"token {found['token']} after {found['seconds']:.0f} s")
 
 
-def environment_step(here: Here) -> Result:
+def environment_step(here: ProbeContext) -> Result:
     """Start each environment of the tasks as the run would, reset it to a task, and call one tool."""
     from megatron_fleet.data.dataset import run_dataset
 
@@ -134,7 +134,7 @@ def _ask(python: str, module: str, request: Mapping[str, Any], environ: Mapping[
     return answer
 
 
-def _with_own_model(here: Here) -> bool:
+def _with_own_model(here: ProbeContext) -> bool:
     return with_config(here) and here.config is not None and here.config.eval.endpoint.url is None
 
 

@@ -17,7 +17,7 @@ from megatron_fleet.cluster.inventory import LOOPBACK, Host
 from megatron_fleet.cluster.launcher import die_with_parent
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.doctor.probe import NOT_NEEDED, Here, Probe, Result, Status
+from megatron_fleet.doctor.probe import NOT_NEEDED, Probe, ProbeContext, Result, Status
 
 PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 LEAST_PORTS = 4096
@@ -33,7 +33,7 @@ SLOW_GLOO, SLOW_NCCL = 50e6, 5e9
 """Bytes per second: less than a network of 1 Gbit/s, and than one of 100 Gbit/s with NCCL."""
 
 
-def ports(here: Here) -> Result:
+def ports(here: ProbeContext) -> Result:
     """Look whether the fixed ports of a run are free, and how many others there are."""
     low, high = map(int, PORT_RANGE.read_text().split())
     seen = f"{high - low} free ports"
@@ -74,11 +74,11 @@ def _taken(host: str, port: int) -> str | None:
     return None
 
 
-def _on_several_gpu_hosts(here: Here) -> bool:
+def _on_several_gpu_hosts(here: ProbeContext) -> bool:
     return bool(here.host.devices) and here.config is not None and here.config.cluster.nodes > 1
 
 
-def rdma(here: Here) -> Result:
+def rdma(here: ProbeContext) -> Result:
     """Look for InfiniBand or RoCE adapters with an active port that programs may use."""
     assert here.config is not None
     fabric = here.config.launch.fabric
@@ -237,7 +237,7 @@ def judge_exchange(answers: Mapping[str, dict[str, float] | str], size: int) -> 
     return Result("ok", seen)
 
 
-def alone(here: Here) -> Result:
+def alone(here: ProbeContext) -> Result:
     """All-reduce between processes of this host."""
     host = Host(here.host.name, LOOPBACK, here.host.devices)
     count = processes_of(host, 1)

@@ -41,7 +41,7 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Here:
+class ProbeContext:
     """Host and configuration that a probe examines.
 
     Attributes:
@@ -65,17 +65,17 @@ class Here:
         return next(path for path in (out, *out.parents) if path.is_dir())
 
 
-def always(here: Here) -> bool:
+def always(here: ProbeContext) -> bool:
     """Every run needs it."""
     return True
 
 
-def with_devices(here: Here) -> bool:
+def with_devices(here: ProbeContext) -> bool:
     """Runs on GPUs need it."""
     return bool(here.host.devices)
 
 
-def with_config(here: Here) -> bool:
+def with_config(here: ProbeContext) -> bool:
     """Every run needs it, whose configuration is known."""
     return here.config is not None
 
@@ -90,12 +90,13 @@ class Probe:
         needs: whether a run needs that the answer is good; else ``run`` is not called.
         of: the runs that need it, for those who are not asked.
         deadline_s: no answer after these seconds is a failure.
-        slow: asked when the quick ones have answered, because it loads the machine; left out with ``Here.quick``.
+        slow: asked when the quick ones have answered, because it loads the machine; left out with
+            ``ProbeContext.quick``.
     """
 
     name: str
-    run: Callable[[Here], Result]
-    needs: Callable[[Here], bool] = always
+    run: Callable[[ProbeContext], Result]
+    needs: Callable[[ProbeContext], bool] = always
     of: str = ""
     deadline_s: float = MEASURED_S
     slow: bool = False
@@ -111,7 +112,7 @@ class Finding:
     seconds: float = 0.0
 
 
-def ask(probes: Sequence[Probe], here: Here) -> list[Finding]:
+def ask(probes: Sequence[Probe], here: ProbeContext) -> list[Finding]:
     """Ask the quick probes at the same time, then the slow ones one by one; the findings are in the order of probes."""
     quick = [probe for probe in probes if not probe.slow]
     asked: dict[str, Finding] = {}
@@ -126,7 +127,7 @@ def ask(probes: Sequence[Probe], here: Here) -> list[Finding]:
 class _Question:
     """A probe that is asked in a thread. One that does not answer, as a disk that hangs, is left behind."""
 
-    def __init__(self, probe: Probe, here: Here) -> None:
+    def __init__(self, probe: Probe, here: ProbeContext) -> None:
         self.probe, self._here = probe, here
         self._result: Result | None = None
         self._began = self._took = 0.0
@@ -155,7 +156,7 @@ class _Question:
         self._result = result
 
 
-def _guarded(probe: Probe, here: Here) -> Result:
+def _guarded(probe: Probe, here: ProbeContext) -> Result:
     with warnings_of_this_thread() as warnings:
         try:
             result = probe.run(here)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
-from megatron_fleet.doctor.probe import Here, Probe, Result
+from megatron_fleet.doctor.probe import Probe, ProbeContext, Result
 
 ANSWER_S = 10.0
 """Time for a server to answer."""
@@ -28,7 +28,7 @@ def stores(config: Config) -> dict[str, str]:
     return {key: url for key, url in named.items() if url is not None and "://" in url}
 
 
-def object_store(here: Here) -> Result:
+def object_store(here: ProbeContext) -> Result:
     """Write an empty file to each address and remove it."""
     from megatron_fleet.storage.open import check_writable
 
@@ -42,7 +42,7 @@ def object_store(here: Here) -> Result:
     return Result("ok", f"can write to {', '.join(addresses.values())}")
 
 
-def wandb(here: Here) -> Result:
+def wandb(here: ProbeContext) -> Result:
     """Ask W&B whether it knows the key."""
     from megatron_fleet.telemetry.trackers import check_wandb
 
@@ -52,7 +52,7 @@ def wandb(here: Here) -> Result:
     return Result("ok", where)
 
 
-def mlflow(here: Here) -> Result:
+def mlflow(here: ProbeContext) -> Result:
     """Ask whether the MLflow server is there."""
     from megatron_fleet.telemetry.trackers import check_mlflow
 
@@ -61,7 +61,7 @@ def mlflow(here: Here) -> Result:
     return Result("ok", f"{here.config.logging.mlflow.uri} answers")
 
 
-def slack(here: Here) -> Result:
+def slack(here: ProbeContext) -> Result:
     """Ask Slack whose token it is, and for its scopes."""
     from megatron_fleet.telemetry.slack import check_slack
 
@@ -70,7 +70,7 @@ def slack(here: Here) -> Result:
     return Result("ok", f"may post to {here.config.logging.slack.channel}")
 
 
-def fleet(here: Here) -> Result:
+def fleet(here: ProbeContext) -> Result:
     """Ask Fleet for the account of the key, and how many instances it may have."""
     import httpx
 
@@ -98,7 +98,7 @@ def fleet(here: Here) -> Result:
     return Result("ok", seen)
 
 
-def environment_server(here: Here) -> Result:
+def environment_server(here: ProbeContext) -> Result:
     """Ask the environment server whether it is well."""
     from megatron_fleet.envs.registry import no_answer
 
@@ -109,32 +109,32 @@ def environment_server(here: Here) -> Result:
     return Result("ok", f"{here.config.env.url} answers")
 
 
-def _configs(here: Here) -> Iterator[Config]:
+def _configs(here: ProbeContext) -> Iterator[Config]:
     if here.config is not None:
         yield here.config
 
 
-def _with_store(here: Here) -> bool:
+def _with_store(here: ProbeContext) -> bool:
     return any(stores(config) for config in _configs(here))
 
 
-def _with_wandb(here: Here) -> bool:
+def _with_wandb(here: ProbeContext) -> bool:
     return any(c.logging.wandb.project is not None and c.logging.wandb.mode == "online" for c in _configs(here))
 
 
-def _with_mlflow(here: Here) -> bool:
+def _with_mlflow(here: ProbeContext) -> bool:
     return any(config.logging.mlflow.uri is not None for config in _configs(here))
 
 
-def _with_slack(here: Here) -> bool:
+def _with_slack(here: ProbeContext) -> bool:
     return any(config.logging.slack.channel is not None for config in _configs(here))
 
 
-def _with_fleet(here: Here) -> bool:
+def _with_fleet(here: ProbeContext) -> bool:
     return any(config.env.about.hosted for config in _configs(here))
 
 
-def _with_server(here: Here) -> bool:
+def _with_server(here: ProbeContext) -> bool:
     return any(config.env.url is not None for config in _configs(here))
 
 

@@ -12,7 +12,7 @@ from megatron_fleet.cluster.inventory import cuda_is_installed
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.config.secrets import without_secrets
-from megatron_fleet.doctor.probe import Here, Probe, Result, output
+from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output
 
 REQUIREMENTS = ROOT / "requirements"
 CPU = "engine-cpu.txt", "engine-cpu-nodeps.txt", "engine.lock"
@@ -55,7 +55,7 @@ def differences(installed: Mapping[str, str], files: tuple[str, ...]) -> list[st
     return [*missing, *other]
 
 
-def packages(here: Here) -> Result:
+def packages(here: ProbeContext) -> Result:
     """Compare the packages of both environments with their locks."""
     cuda = cuda_is_installed()
     engine = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}

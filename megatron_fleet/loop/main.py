@@ -28,7 +28,7 @@ from megatron_fleet.loop.stopping import StopRequest, until_stopped
 from megatron_fleet.loop.train import Training
 from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.planning.hardware import other_kind
-from megatron_fleet.rollout.service import Ground, RolloutService
+from megatron_fleet.rollout.service import RolloutService, RolloutSite
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.announcements import Announcements, announced
@@ -90,12 +90,12 @@ async def _train(
             log.warning("%s", problem)
         (out / "logs").mkdir(exist_ok=True)
         write_atomically(out / "logs" / "placement.txt", f"{draw(inventory, placement)}\n".encode())
-        config = as_placed(config, placement)
+        config = with_placement(config, placement)
         rank_hosts = RankHosts(hosts.listener, token, lambda: hosts.starter(config, placement))
         trainer = await stack.enter_async_context(trainer_factory(config.policy.trainer)(config, rank_hosts))
         live.ranks = trainer.ranks
-        ground = Ground(inventory, placement, token, hosts.nodes)
-        rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), ground))
+        site = RolloutSite(inventory, placement, token, hosts.nodes)
+        rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), site))
         rollout.observe()
         live.rollout = rollout
         first = inventory.host(placement.ranks[0].host) if placement.ranks else inventory.hosts[0]
@@ -113,7 +113,7 @@ def weights_url(config: Config) -> str:
     return url if "://" in url else str(Path(url).absolute())
 
 
-def as_placed(config: Config, placement: Placement) -> Config:
+def with_placement(config: Config, placement: Placement) -> Config:
     """Return ``config`` with ``rollout.engine.colocated`` and ``.transport`` set as the placement decided.
 
     Raises:

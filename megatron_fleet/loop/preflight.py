@@ -44,7 +44,7 @@ from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack
 from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
 from megatron_fleet.weight_sync.engine_model import check_engine_fp8
-from megatron_fleet.weight_sync.registry import halves
+from megatron_fleet.weight_sync.registry import transport_classes
 from megatron_fleet.weights.model_check import check_model, check_resumed
 
 ANSWER_S = 10.0
@@ -189,7 +189,7 @@ def _own_parts(config: Config) -> None:
                     check_own_part(key, path, pythons[environment])
     use_family(config.model.family)
     if config.rollout.engine.transport != "auto":
-        halves(config.rollout.engine.transport)
+        transport_classes(config.rollout.engine.transport)
 
 
 def _model(config: Config, resumes: bool = False) -> dict[str, Any]:

@@ -19,10 +19,7 @@ evaluate   the weights that engines hold          its episodes, unless it is lef
 
 from __future__ import annotations
 
-import time
-from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar, final
 
@@ -35,7 +32,7 @@ from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.stopping import Stopped, StopRequest
 from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights
-from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.timeline import TIMELINE, Clock
 from megatron_fleet.platform.waiting import unless
 from megatron_fleet.rollout.requests import EnvironmentFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
@@ -184,23 +181,3 @@ class Training:
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:
     """Await ``work``; cancel it, wait until it has ended, and raise TrainerLost when the trainer is lost."""
     return await unless(work, trainer.lost())
-
-
-@dataclass
-class Clock:
-    """Durations of the phases of one step, in seconds."""
-
-    began: float = field(default_factory=time.monotonic)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Measure the duration of the block, which is a phase of the timeline."""
-        began = time.monotonic()
-        with TIMELINE.phase(name):
-            yield
-        self.seconds[name] = time.monotonic() - began
-
-    def read(self) -> dict[str, float]:
-        """Return the seconds of the phases so far, and as ``step`` those since the clock's start."""
-        return {**self.seconds, "step": time.monotonic() - self.began}

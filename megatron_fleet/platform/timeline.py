@@ -191,3 +191,23 @@ class Timeline:
 
 TIMELINE = Timeline()
 """The timeline of this process."""
+
+
+@dataclass
+class Clock:
+    """Durations of the phases of one step, in seconds."""
+
+    began: float = field(default_factory=time.monotonic)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Measure the duration of the block, which is a phase of the timeline."""
+        began = time.monotonic()
+        with TIMELINE.phase(name):
+            yield
+        self.seconds[name] = time.monotonic() - began
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of the phases so far, and as ``step`` those since the clock's start."""
+        return {**self.seconds, "step": time.monotonic() - self.began}

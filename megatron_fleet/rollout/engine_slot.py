@@ -1,4 +1,4 @@
-"""EngineGroup as components that are watched, replaced when they die, and receive weights."""
+"""Slots of engines, which are watched, replaced when they die, and receive weights."""
 
 from __future__ import annotations
 

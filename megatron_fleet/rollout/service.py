@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class RolloutSite:
     """Hosts and placement of a rollout.
 
     Attributes:
@@ -53,7 +53,7 @@ class Ground:
     nodes: Nodes | None = None
 
     @classmethod
-    def alone(cls, wanted: Wanted) -> Ground:
+    def alone(cls, wanted: Wanted) -> RolloutSite:
         """Return this host alone, with all its devices for engines. Raises UserError when the engines do not fit."""
         inventory = local_inventory(os.environ)
         return cls(inventory, place(inventory, wanted), secrets.token_hex(32))
@@ -80,7 +80,7 @@ class RolloutService:
         config: Config,
         out: Path,
         episode_python: Path,
-        ground: Ground | None = None,
+        site: RolloutSite | None = None,
         dialect: Dialect | None = None,
     ) -> None:
         """Prepare; nothing is started yet.
@@ -88,7 +88,7 @@ class RolloutService:
         Args:
             out: logs go to ``out/logs``.
             episode_python: interpreter of the episode environment.
-            ground: hosts and placement; ``None``: this host alone, with all its devices.
+            site: hosts and placement; ``None``: this host alone, with all its devices.
             dialect: how `eval.endpoint` is asked, which then plays the episodes instead of engines.
         """
         self.run_id = secrets.token_hex(4)
@@ -96,7 +96,7 @@ class RolloutService:
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
         wanted = Wanted.of_evaluation(config)
-        self._ground = ground or Ground.alone(wanted if dialect is None else replace(wanted, engines=0))
+        self._site = site or RolloutSite.alone(wanted if dialect is None else replace(wanted, engines=0))
         self._dialect = dialect
         self._cleanup = contextlib.AsyncExitStack()
         self._pool: Pool
@@ -206,9 +206,9 @@ class RolloutService:
         folder = ray_local.run_folder(self.run_id)
         janitor = Janitor(self.run_id, folder)
         self._cleanup.callback(janitor.close)
-        if self._ground.nodes is not None:
+        if self._site.nodes is not None:
             # Runs after this process has left Ray, which would otherwise log the end of every node verbosely.
-            self._cleanup.push_async_callback(self._ground.nodes.leave)
+            self._cleanup.push_async_callback(self._site.nodes.leave)
         # No await inside: other coroutines would see the modified environment.
         with ray_local.children_environment(self.run_id) as inherited:
             head = self._start_ray(folder, logs)
@@ -235,7 +235,7 @@ class RolloutService:
         """
         for last in (False, True):
             try:
-                return ray_local.start(self.run_id, folder, self._ground.inventory.hosts[0].address)
+                return ray_local.start(self.run_id, folder, self._site.inventory.hosts[0].address)
             except Exception as error:
                 ray_local.keep_logs(folder, logs)  # the folder is removed with this process
                 lines = str(error).strip().splitlines() or [type(error).__name__]
@@ -247,7 +247,7 @@ class RolloutService:
         raise AssertionError("the second attempt returns or raises")
 
     async def _start_pool(self, serving: asyncio.Task[str], head: RayHead | None) -> None:
-        hosts, nodes = self._ground.inventory.hosts, self._ground.nodes
+        hosts, nodes = self._site.inventory.hosts, self._site.nodes
         if nodes is not None:
             if head is not None:
                 await nodes.join(head, hosts[0].name)
@@ -264,11 +264,11 @@ class RolloutService:
         return ActorSettings(
             logs=logs,
             episode_python=self._episode_python,
-            token=self._ground.token,
+            token=self._site.token,
             env_vars=marks(self.run_id) | temporary | family_environment(self._config.model.family),
-            engines=self._ground.placement.engines,
-            transport=self._ground.placement.transport,
-            inventory=self._ground.inventory,
+            engines=self._site.placement.engines,
+            transport=self._site.placement.transport,
+            inventory=self._site.inventory,
             dialect=self._dialect,
         )
 

@@ -4,7 +4,7 @@ Rank to controller, after the hello of `cluster.handshake`::
 
     ["rank", proof, identity]           the first frame; identity: see `Identity`
     ["done", call, value, began, seconds]           began: unix time of this rank
-    ["failed", call, kind, message, traceback]      kind: one of `FAILURES`
+    ["failed", call, kind, message, type]   kind: one of `FAILURES`; type: name of the exception's
     ["post", call, number, message]     `send_weights`: a message for the engines
 
 Controller to rank::

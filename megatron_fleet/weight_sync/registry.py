@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Halves:
+class TransportClasses:
     """The classes of a transport, as ``module:Class``; each is imported only where it is used.
 
     Attributes:
@@ -37,7 +37,7 @@ class Halves:
 
 
 class TransportFactory(Protocol):
-    def __call__(self, /) -> Halves:
+    def __call__(self, /) -> TransportClasses:
         """Return the classes of the transport."""
         ...
 
@@ -47,18 +47,18 @@ OWN_TRANSPORT = Interface(
 )
 
 
-def _ours(package: str, controller: str, sender: str, engine: str) -> Halves:
+def _ours(package: str, controller: str, sender: str, engine: str) -> TransportClasses:
     base = f"megatron_fleet.weight_sync.{package}"
-    return Halves(f"{base}.controller:{controller}", f"{base}.sender:{sender}", f"{base}.engine:{engine}")
+    return TransportClasses(f"{base}.controller:{controller}", f"{base}.sender:{sender}", f"{base}.engine:{engine}")
 
 
-TRANSPORTS: dict[str, Halves] = {
+TRANSPORTS: dict[str, TransportClasses] = {
     "shm": _ours("shm", "ShmTransport", "ShmSender", "ShmEngine"),
     "cuda_ipc": _ours("cuda_ipc", "CudaIpcTransport", "CudaIpcSender", "CudaIpcEngine"),
     "nccl": _ours("broadcast", "NcclTransport", "NcclSender", "NcclEngine"),
     "gloo": _ours("broadcast", "GlooTransport", "GlooSender", "GlooEngine"),
     "disk": _ours("disk", "DiskTransport", "DiskSender", "DiskEngine"),
-    "message": Halves("megatron_fleet.weight_sync.message.controller:MessageTransport"),
+    "message": TransportClasses("megatron_fleet.weight_sync.message.controller:MessageTransport"),
 }
 
 
@@ -72,7 +72,7 @@ def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Trans
     Raises:
         UserError: there is no such transport, or an option is missing.
     """
-    transport: Transport = _load(halves(name).controller)(options or {})
+    transport: Transport = _load(transport_classes(name).controller)(options or {})
     return transport
 
 
@@ -96,7 +96,7 @@ def make_sender(
     """
     from megatron_fleet.weight_sync.engine_format import EngineFormat
 
-    path = halves(name).sender
+    path = transport_classes(name).sender
     assert path is not None, f"a rule of the configuration refuses {name} for ranks"
     sender: Sender = _load(path)(source, world, device, EngineFormat(engine_model))
     return sender
@@ -107,7 +107,7 @@ def engine_backend(name: str) -> str:
     return f"fleet_{name}"
 
 
-def halves(name: str) -> Halves:
+def transport_classes(name: str) -> TransportClasses:
     """Look up a transport by name, or a user-defined one by path.
 
     Raises:
@@ -115,8 +115,10 @@ def halves(name: str) -> Halves:
     """
     if is_path(name):
         own = load(OWN_TRANSPORT, name)()
-        if not isinstance(own, Halves):
-            raise UserError(f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give Halves.")
+        if not isinstance(own, TransportClasses):
+            raise UserError(
+                f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give TransportClasses."
+            )
         return own
     if name not in TRANSPORTS:
         raise UserError(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from megatron_fleet.config.names import is_path
 from megatron_fleet.platform.processes import write_stacks_on_signal
-from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, halves
+from megatron_fleet.weight_sync.registry import TRANSPORTS, engine_backend, transport_classes
 
 DIE_WITH_PARENT = "MEGATRON_FLEET_DIE_WITH_PARENT"
 """Environment variable that a run sets for its engines, see ``register``."""
@@ -50,7 +50,7 @@ def register() -> None:
 
     own = os.environ.get(TRANSPORT, "")
     for name in (*TRANSPORTS, *([own] if is_path(own) else [])):
-        engine = halves(name).engine
+        engine = transport_classes(name).engine
         if engine is not None and engine_backend(name) not in Factory._registry:
             module, _, attribute = engine.partition(":")
             Factory.register_engine(engine_backend(name), module, attribute)

@@ -28,7 +28,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.convert.execute import Share, execute
 from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.doctor.model import model_files
-from megatron_fleet.doctor.probe import Here
+from megatron_fleet.doctor.probe import ProbeContext
 from megatron_fleet.loop import preflight
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights import model_check
@@ -74,7 +74,7 @@ def test_dry_run_doctor_and_conversion_say_the_same(name, tmp_path, capsys):
     case.damage(folder)
     config = config_of(folder)
     dry_run = outcome(lambda: preflight.check(config))
-    doctor = outcome(lambda: model_files(Here(config, os.environ, Host("here"), quick=True)))
+    doctor = outcome(lambda: model_files(ProbeContext(config, os.environ, Host("here"), quick=True)))
     assert dry_run == doctor
     assert dry_run is None if case.said is None else dry_run is not None and case.said in dry_run
     status = cli.main(["convert", "to-megatron", str(folder), str(tmp_path / "megatron"), "--plan"])

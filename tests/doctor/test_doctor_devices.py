@@ -12,7 +12,7 @@ from megatron_fleet.cluster.inventory import Device, Host
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.doctor import devices, network
-from megatron_fleet.doctor.probe import Here, Result, ask
+from megatron_fleet.doctor.probe import ProbeContext, Result, ask
 
 GIB = 1 << 30
 HEALTHY = {
@@ -87,7 +87,7 @@ def log(*gpus: dict[str, str], driver: str = "580.95.05") -> str:
 def machine(tmp_path):
     """A function that makes an nvidia-smi with these answers; returns a machine with two GPUs that has it."""
 
-    def make(text: str, read: str = "OK", nvlink: str = "OK", count: int = 2, config=None) -> Here:
+    def make(text: str, read: str = "OK", nvlink: str = "OK", count: int = 2, config=None) -> ProbeContext:
         (tmp_path / "log.xml").write_text(text)
         for name, word in (("r", read), ("n", nvlink)):
             (tmp_path / f"p2p-{name}").write_text(PEERS.format(word=word))
@@ -97,7 +97,7 @@ def machine(tmp_path):
         )
         program.chmod(0o755)
         gpus = tuple(Device(i, f"GPU-{i}", "NVIDIA H100 80GB HBM3", 80 * GIB) for i in range(count))
-        return Here(config, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, Host("here", devices=gpus))
+        return ProbeContext(config, {"PATH": f"{tmp_path}:{os.environ['PATH']}"}, Host("here", devices=gpus))
 
     return make
 
@@ -215,7 +215,7 @@ def test_a_driver_that_does_not_answer(machine, tmp_path):
     with pytest.raises(UserError, match="nvidia-smi failed: Failed to initialize NVML: Unknown Error"):
         devices.driver(here)
     with pytest.raises(UserError, match="there is no nvidia-smi in PATH"):
-        devices.driver(Here(None, {"PATH": str(Path(tmp_path, "none"))}, here.host))
+        devices.driver(ProbeContext(None, {"PATH": str(Path(tmp_path, "none"))}, here.host))
 
 
 @pytest.mark.gpu
@@ -225,7 +225,7 @@ def test_the_gpus_of_this_machine():
     (mine,) = local_inventory(os.environ).hosts
     # Other tests of this process hold GPU memory, and in a container nvidia-smi cannot say that it is ours.
     probes = [p for p in devices.PROBES if not p.slow and p.run is not devices.others]
-    findings = ask(probes, Here(None, os.environ, mine))
+    findings = ask(probes, ProbeContext(None, os.environ, mine))
     assert {f.name: f.result for f in findings if f.result.status == "failed"} == {}
 
 
@@ -251,7 +251,7 @@ def adapters(tmp_path, monkeypatch):
 
 def rdma(fabric: str = "infiniband") -> Result:
     config = load(["experiment=quickstart", "parallel.data=2", "cluster.nodes=2", f"launch.fabric={fabric}"])
-    return network.rdma(Here(config, {}, Host("here", devices=(Device(0, "GPU-0", "NVIDIA H100", 80 * GIB),))))
+    return network.rdma(ProbeContext(config, {}, Host("here", devices=(Device(0, "GPU-0", "NVIDIA H100", 80 * GIB),))))
 
 
 def test_adapters_of_a_fabric(adapters):

@@ -19,10 +19,10 @@ from megatron_fleet.cluster.inventory import Device, Host
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.doctor import host, network, probe
-from megatron_fleet.doctor.probe import Finding, Here, Probe, Result, ask
+from megatron_fleet.doctor.probe import Finding, Probe, ProbeContext, Result, ask
 
-HERE = Here(None, os.environ, Host("here"))
-GPUS = Here(None, os.environ, Host("here", devices=(Device(0, "GPU-a", "H100", 80 << 30),)))
+HERE = ProbeContext(None, os.environ, Host("here"))
+GPUS = ProbeContext(None, os.environ, Host("here", devices=(Device(0, "GPU-a", "H100", 80 << 30),)))
 CGROUPS = Path("/sys/fs/cgroup")
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 PIDFD_GETFD, EPERM = 438, 1
@@ -164,20 +164,20 @@ def test_control_groups_of_version_2_and_limits_above(groups):
 
 def test_shared_memory_holds_the_weights_of_engines_on_cpus():
     config = load(["experiment=quickstart", "rollout.engine.transport=shm"])
-    with_weights = host.shared_memory(Here(config, os.environ, Host("here")))
+    with_weights = host.shared_memory(ProbeContext(config, os.environ, Host("here")))
     needed = int(with_weights.detail.split()[-2])
     assert needed > int(host.shared_memory(HERE).detail.split()[-2])
 
 
 def test_a_connection_of_every_episode_is_an_open_file():
     config = load(["experiment=quickstart", "rollout.episodes_in_flight=100000"])
-    result = host.open_files(Here(config, os.environ, Host("here")))
+    result = host.open_files(ProbeContext(config, os.environ, Host("here")))
     assert result.status == "failed" and "the run needs 404096" in result.detail and "nofile" in result.fix
 
 
 def test_no_compiler(tmp_path):
     (tmp_path / "bin").mkdir()
-    without = Here(None, {"PATH": str(tmp_path / "bin")}, Host("here"))
+    without = ProbeContext(None, {"PATH": str(tmp_path / "bin")}, Host("here"))
     result = host.compiler(without)
     assert result == Result("failed", "there is no program cc", "install g++, and have cc in PATH")
     (tmp_path / "bin" / "cc").write_text("#!/bin/sh\necho 'cc: fatal error: no as here' >&2; exit 1\n")
@@ -194,7 +194,7 @@ def test_a_compiler(monkeypatch, tmp_path):
 
 def test_expandable_segments_are_refused_on_gpus():
     segments = {**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    (asked,) = ask([p for p in host.PROBES if p.name == "tracing"], Here(None, segments, GPUS.host))
+    (asked,) = ask([p for p in host.PROBES if p.name == "tracing"], ProbeContext(None, segments, GPUS.host))
     assert asked.result.status == "failed" and "expandable_segments:True out" in asked.result.fix
 
 
@@ -211,7 +211,7 @@ def test_a_slow_disk(tmp_path):
     if os.geteuid() or not (CGROUPS / "blkio" / "blkio.throttle.write_bps_device").exists():
         pytest.skip("a disk is slowed down by a control group of version 1, as root")
     program = "import os; from megatron_fleet.doctor.host import *; from megatron_fleet.cluster.inventory import Host"
-    program += "; print(disk_speed(Here(None, os.environ, Host('here'))))"
+    program += "; print(disk_speed(ProbeContext(None, os.environ, Host('here'))))"
     try:
         done = subprocess.run(
             ["sh", "-c", SLOWED, "sh", group, f"{os.major(device)}:{os.minor(device)}", sys.executable, "-c", program],
@@ -227,11 +227,11 @@ def test_a_slow_disk(tmp_path):
 def test_a_taken_port():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        here = Here(None, {"MFLEET_CONTROLLER": address}, Host("here"))
+        here = ProbeContext(None, {"MFLEET_CONTROLLER": address}, Host("here"))
         result = network.ports(here)
         assert result.status == "failed" and "another program listens there" in result.detail
         assert result.fix == "end the other program, or choose another port in MFLEET_CONTROLLER"
-        assert network.ports(Here(None, here.environ, here.host, met=True)).status == "ok"
+        assert network.ports(ProbeContext(None, here.environ, here.host, met=True)).status == "ok"
     assert network.ports(here).status == "ok"
 
 
@@ -241,7 +241,7 @@ def test_few_ports(tmp_path, monkeypatch):
     assert network.ports(HERE) == Result("failed", "232 free ports", "widen net.ipv4.ip_local_port_range")
 
 
-def found(probe: Probe, here: Here = HERE) -> Finding:
+def found(probe: Probe, here: ProbeContext = HERE) -> Finding:
     (finding,) = ask([probe], here)
     return finding
 
@@ -261,7 +261,7 @@ def test_what_a_probe_raises_or_warns_of_is_its_result():
     assert found(Probe("p", warn)).result == Result("warning", "W&B does not answer", "go on")
     assert found(Probe("p", fail)).result.detail == "ZeroDivisionError: oh"
     assert found(Probe("p", fail, lambda here: False, "runs on the moon")).result.detail == "only for runs on the moon"
-    quick = Here(None, {}, HERE.host, quick=True)
+    quick = ProbeContext(None, {}, HERE.host, quick=True)
     assert found(Probe("p", fail, slow=True), quick).result == Result("skipped", "left out by --quick")
 
 

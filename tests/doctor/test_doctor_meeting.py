@@ -21,7 +21,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.doctor import command, meeting, network
 from megatron_fleet.doctor.meeting import Meeting, follow, hosts_of
-from megatron_fleet.doctor.probe import Finding, Here, Probe, Result
+from megatron_fleet.doctor.probe import Finding, Probe, ProbeContext, Result
 
 TOKEN = "a secret of the run"
 PROBES = (Probe("lamp", lambda here: Result("failed" if here.host.name == "dark" else "ok", "seen", "switch it on")),)
@@ -36,8 +36,8 @@ def environ(monkeypatch):
         yield {"MFLEET_CONTROLLER": f"127.0.0.1:{port}", "MFLEET_TOKEN": TOKEN}
 
 
-def here(name: str, environ: dict[str, str]) -> Here:
-    return Here(None, environ, Host(name, "127.0.0.1"))
+def here(name: str, environ: dict[str, str]) -> ProbeContext:
+    return ProbeContext(None, environ, Host(name, "127.0.0.1"))
 
 
 async def host_with_clock(environ: dict[str, str], ahead_s: float) -> None:
@@ -149,7 +149,7 @@ def test_the_verdict_on_an_all_reduce(answers, status, part):
 
 @pytest.mark.slow
 def test_an_all_reduce_on_this_host():
-    result = network.alone(Here(None, os.environ, Host("here")))
+    result = network.alone(ProbeContext(None, os.environ, Host("here")))
     assert result.status == "ok" and result.detail.startswith("2 processes: gloo "), result
 
 

@@ -23,15 +23,15 @@ pytest.importorskip("hydra")
 from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import load
 from megatron_fleet.doctor import model, services
-from megatron_fleet.doctor.probe import Here, Result, ask
+from megatron_fleet.doctor.probe import ProbeContext, Result, ask
 from megatron_fleet.weights.remote import fetch
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 KEY, WRONG = "0" * 40, "f" * 40
 
 
-def here(*overrides: str, quick: bool = False) -> Here:
-    return Here(load(["experiment=quickstart", *overrides]), os.environ, Host("here"), quick)
+def here(*overrides: str, quick: bool = False) -> ProbeContext:
+    return ProbeContext(load(["experiment=quickstart", *overrides]), os.environ, Host("here"), quick)
 
 
 def asked(name: str, *overrides: str, quick: bool = False) -> Result:

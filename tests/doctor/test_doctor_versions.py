@@ -9,7 +9,7 @@ pytest.importorskip("hydra")
 from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.doctor import versions
-from megatron_fleet.doctor.probe import Here
+from megatron_fleet.doctor.probe import ProbeContext
 from megatron_fleet.doctor.versions import CPU, EPISODE, GPU, differences, pins
 
 
@@ -29,7 +29,7 @@ def test_other_versions_and_missing_packages():
 
 
 def test_the_probe_names_them(monkeypatch, episode_python):
-    here = Here(None, os.environ, Host("here"))
+    here = ProbeContext(None, os.environ, Host("here"))
     monkeypatch.setattr(versions, "pins", lambda *names: {"pip": "0.1", "ray": "0.2"})
     result = versions.packages(here)
     assert result.status == "failed" and "engine: ray " in result.detail and ", not 0.2" in result.detail
