@@ -41,6 +41,7 @@ def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
         (["rollout.sampler=my:Own"], ["policy.trainer=megatron with rollout.sampler=my:Own: no transport of ours"]),
         (["rollout.engine.transport=message"], ["transport=message with policy.trainer=megatron", "too large"]),
         ([*OWN_PAIR, "rollout.engine.transport=shm"], ["transport=shm with policy.trainer=my:Own", "set it to auto"]),
+        ([*OWN_PAIR, "cluster.ranks=external"], ["cluster.ranks=external with policy.trainer=my:Own", "to local"]),
         ([*OWN_PAIR, "rollout.engine.colocated=true"], ["colocated=true with policy.trainer=my:Own", "to null"]),
         (["env.kind=openenv", "env.url=host:80", "data.tasks=x"], ["env.url=host:80", "http://"]),
         (["env.url=http://h"], ["env.url", "env.kind=openenv"]),

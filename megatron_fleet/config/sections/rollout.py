@@ -355,8 +355,15 @@ def _trainer_and_sampler(c: Config) -> str | None:
     return None
 
 
-def _only_ranks_share_devices(c: Config) -> str | None:
-    if c.policy.trainer == WITH_RANKS or not c.rollout.engine.colocated:
+def _only_ranks_are_started_and_share_devices(c: Config) -> str | None:
+    if c.policy.trainer == WITH_RANKS:
+        return None
+    if c.cluster.ranks == "external":
+        return (
+            f"cluster.ranks=external with policy.trainer={c.policy.trainer}: this trainer has no ranks that could be "
+            f"started; set it to local."
+        )
+    if not c.rollout.engine.colocated:
         return None
     return (
         f"rollout.engine.colocated=true with policy.trainer={c.policy.trainer}: this trainer has no devices here that "
@@ -366,7 +373,7 @@ def _only_ranks_share_devices(c: Config) -> str | None:
 
 RULES: tuple[Rule, ...] = (
     _trainer_and_sampler,
-    _only_ranks_share_devices,
+    _only_ranks_are_started_and_share_devices,
     _row_holds_episode,
     _turn_fits_context,
     _temperature,
