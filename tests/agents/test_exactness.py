@@ -16,7 +16,7 @@ from tokenizer_fixtures import CORPUS
 from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.token_conversation import run_episode
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
-from megatron_fleet.algorithms.batch import build_data
+from megatron_fleet.algorithms.batch import build_data, split_batch
 from megatron_fleet.config.schema import AgentConfig, AlgorithmConfig
 from megatron_fleet.envs.base import Observation, ToolCall, ToolError
 from megatron_fleet.models.chat.format import Spoken
@@ -177,13 +177,13 @@ def assert_data_are_what_was_sampled(trajectory: Trajectory, expected: list) -> 
         return
     whole = dataclasses.replace(trajectory, reward=1.0)
     other = dataclasses.replace(trajectory, reward=0.0, sample=1)
-    batch = build_data(
-        [Group(0, "t", "e", [whole, other])], AlgorithmConfig(reduction="sequence_mean", masked_outcomes=())
-    )
-    own = [datum for datum, origin in zip(batch.data, batch.origin, strict=True) if origin.sample == 0]
+    algo = AlgorithmConfig(reduction="sequence_mean", masked_outcomes=())
+    batch = build_data([Group(0, "t", "e", [whole, other])], algo)
+    (data,) = split_batch(batch, 1, algo)
+    own = [datum for datum, origin in zip(data, batch.origin, strict=True) if origin.sample == 0]
     assert [int(i) for d in own for i in d.token_ids[d.loss_mask]] == [i for _, ids, _ in expected for i in ids]
     assert [p for d in own for p in d.behaviour_logprobs[d.loss_mask]] == [p for _, _, ps in expected for p in ps]
-    assert sum(float(d.loss_scale.sum()) for d in own) == pytest.approx(0.5, rel=1e-5)
+    assert sum(d.loss_mask.sum() * d.loss_scale for d in own) == pytest.approx(0.5, rel=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -141,5 +141,6 @@ async def test_experts_go_into_the_training_sequence(play):
     t, _ = await play(everything, everything, everything)
     other = dataclasses.replace(t, sample=3, reward=0.0, routing=None)
     batch = build_data([Group(0, TASK.key, TASK.env_key, [t, other])], AlgorithmConfig())
-    np.testing.assert_array_equal(batch.data[0].routing, t.routing)
-    assert np.shares_memory(batch.data[0].routing, t.routing) and batch.data[1].routing is None
+    experts = batch.data[0].extras["routing"]
+    np.testing.assert_array_equal(experts, t.routing)
+    assert np.shares_memory(experts, t.routing) and batch.data[1].extras == {}
