@@ -79,7 +79,7 @@ async def engine_of(service: RolloutService) -> Engine:
     """A client of the engines, for requests outside any episode."""
     await service.wait_ready()
     endpoints = [engine.endpoint for engine in service._pool.engines]
-    return connect(endpoints, service._ground.token, service._config.rollout.engine.health_timeout_s)
+    return connect(endpoints, service._site.token, service._config.rollout.engine.health_timeout_s)
 
 
 async def sampled_tokens(service: RolloutService) -> int:
