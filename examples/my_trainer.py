@@ -49,7 +49,7 @@ class Unigram(AbstractAsyncContextManager["Unigram"]):
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
         if loss.name != "reinforce":
-            raise UserError(f"algorithm.loss={loss.name}: this trainer has reinforce alone; set it to that.")
+            raise UserError(f"algorithm.loss={loss.name}: this trainer supports only reinforce; set it to that.")
         values, total = log_softmax(self.logits / self._temperature), 0.0
         for datum in data:
             ids, advantages = datum.token_ids[datum.loss_mask], datum.scaled_advantages[datum.loss_mask]
@@ -81,7 +81,7 @@ class Unigram(AbstractAsyncContextManager["Unigram"]):
         self.logits = np.load(path / "logits.npy")
 
     async def export_hf(self, path: Path) -> None:
-        raise UserError("my_trainer: one distribution has no Hugging Face folder; set checkpoint.export.last=false.")
+        raise UserError("my_trainer: cannot write a Hugging Face folder; set checkpoint.export.last=false.")
 
     async def prepare_weights(self, transport: str, options: Mapping[str, Any]) -> Mapping[str, Any]:
         return {}

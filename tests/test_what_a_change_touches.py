@@ -246,7 +246,7 @@ assert sampler_class(load("trainer=dummy").rollout.sampler).__name__ == "Dummy"
     ),
 }
 OPEN = {"images for the trainer"}
-"""Rows for which there is no dummy."""
+"""Rows that are not tested."""
 
 PROGRAM = '''
 import inspect, json, sys, traceback

@@ -153,7 +153,7 @@ def _trained_mask(trajectory: Trajectory) -> np.ndarray:
 def _segments(trajectory: Trajectory, advantage: float, version: int | None) -> Iterator[tuple[int, Datum]]:
     """Index and Datum of each segment with sampled tokens."""
     trained = _trained_mask(trajectory)
-    arrays = {} if version is None else {"staleness": _ages(trajectory, version) * trained}
+    arrays = {} if version is None else {"staleness": _ages(trajectory, version)}
     extras = {} if trajectory.routing is None else {"routing": trajectory.routing}
     for number, part in enumerate(trajectory.segments()):
         if (mask := trained[part]).any():

@@ -8,7 +8,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,21 @@ class Interface:
     def spelt(self) -> str:
         """Arguments as they stand in a function definition."""
         return f"({', '.join(f'{name}: {kind}' for name, kind in self.arguments.items())})"
+
+
+def load_named(interface: Interface, ours: Mapping[str, str], name: str) -> Any:
+    """Return the part that a key names: one of ``ours`` (name → ``module:name``, see `imported`), or the user's own.
+
+    Raises:
+        UserError: as for `load`.
+    """
+    return load(interface, name) if is_path(name) else imported(ours[name])
+
+
+def imported(path: str) -> Any:
+    """Import a ``module:name`` of this package."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache

@@ -184,7 +184,7 @@ def load_data(path: Path) -> list[Datum]:
         raise UserError(
             f"{path}: cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
         ) from None
-    raise UserError(f"{path}: was written by an older version; replay the dump with that one.")
+    raise UserError(f"{path}: was written by an older version; replay the dump with that version.")
 
 
 def _datum(columns: Mapping[str, Sequence[Any]], index: int, scale: float, extras: dict[str, Any]) -> Datum:

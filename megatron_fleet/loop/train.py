@@ -7,9 +7,9 @@ stage      takes                                  waits for                     
 =========  =====================================  ========================================  =======================
 play       tasks, the weights that engines hold   the last group of the step (`Batches`);   a `StepBatch`
                                                   groups of later steps play on
-update     the `StepBatch`                        colocated: engines that fall asleep;      weights of the next version
+update     the `StepBatch`                        colocated: the engines, to sleep;         weights of the next version
                                                   an evaluation behind it, at its end
-save       weights, optimizer, guard              the copy to host memory, when one is due  a copy, written meanwhile
+save       weights, optimizer, guard              the copy to host memory, when one is due  a copy, being written
 sync       the weights                            all engines, which stop sampling          engines with this version
 record     metrics of all of these                nothing                                   a row, and the checkpoint
 evaluate   the weights that engines hold          its episodes, unless it is left to run    scores

@@ -1,4 +1,4 @@
-"""Base of the engine actors, and their registry by name: what every sampler of tokens has, whatever computes them.
+"""Base class of all samplers, which run as engine actors, and the registry of samplers by name.
 
 Token ids are exchanged over the actor's socket (``engine_server``); Ray transports only control: start, weight updates,
 scoring and statistics. A Ray call per turn would cost more CPU than the model of a small run.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -19,8 +18,7 @@ import numpy as np
 
 from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.cluster.launcher import write_output_to
-from megatron_fleet.config.extension import Interface, load
-from megatron_fleet.config.names import is_path
+from megatron_fleet.config.extension import Interface, load_named
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import take_secrets
 from megatron_fleet.models.images import PlacedImage
@@ -160,7 +158,9 @@ class SamplerFactory(Protocol):
         ...
 
 
-OWN_SAMPLER = Interface("rollout.sampler", "sampler", SamplerFactory, "engines", ("start", "score", "load"))
+OWN_SAMPLER = Interface(
+    "rollout.sampler", "sampler", SamplerFactory, "engines", ("start", "score", "load", "finish_update")
+)
 
 SAMPLERS: dict[str, str] = {"vllm": "megatron_fleet.rollout.engine_actor:EngineActor"}
 """Class of each sampler by name, as ``module:Class``; imported only when it is used."""
@@ -172,8 +172,5 @@ def sampler_class(name: str) -> SamplerFactory:
     Raises:
         UserError: the user's own cannot be imported.
     """
-    if is_path(name):
-        return load(OWN_SAMPLER, name)
-    module, _, attribute = SAMPLERS[name].partition(":")
-    found: SamplerFactory = getattr(importlib.import_module(module), attribute)
+    found: SamplerFactory = load_named(OWN_SAMPLER, SAMPLERS, name)
     return found

@@ -1,8 +1,8 @@
 """Protocols of a trainer: awaitable verbs, modelled on Tinker's, with their arguments and results.
 
-Every trainer has the verbs of `Trainer`, which a hosted service can give as well as ranks of this run. Ranks on hosts
-have those of `Ranks` besides; the controller uses them where ``Trainer.ranks`` is not ``None``. Nothing here imports
-torch.
+Every trainer has the verbs of `Trainer`, which a hosted service can provide as well as ranks of this run. A trainer
+with ranks on hosts also has those of `Ranks`; the controller uses them if ``Trainer.ranks`` is not ``None``. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Trainer(Protocol):
 
     @property
     def ranks(self) -> Ranks | None:
-        """What its ranks can do besides; ``None``: it has none on the hosts of the run."""
+        """The additional verbs of ranks on the hosts of the run; ``None`` for a trainer without such ranks."""
         ...
 
     async def start(self, reason: TrainerLost | None) -> None:
@@ -222,8 +222,8 @@ class Trainer(Protocol):
         ...
 
     async def save_state(self, path: Path) -> Files:
-        """Write what `load_state` needs to go on from here, weights and optimizer or the address of their copy
-        elsewhere, into the existing folder ``path``; returns the files, flushed to disk.
+        """Save to the existing folder ``path`` what `load_state` needs to resume: weights and optimizer, or the address
+        of a copy that is stored elsewhere. Returns the files, flushed to disk.
         """
         ...
 
@@ -249,7 +249,7 @@ class Trainer(Protocol):
 
 
 class Ranks(Protocol):
-    """What a trainer whose ranks run on hosts of the run can do besides: devices, host memory and disks.
+    """Additional verbs of a trainer whose ranks run on hosts of the run. They concern devices, host memory and disks.
 
     Order and errors are those of `Trainer`.
     """

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_fleet.cluster.launcher import RankStarter
-from megatron_fleet.config.extension import Interface, load
-from megatron_fleet.config.names import is_path
+from megatron_fleet.config.extension import Interface, load_named
 from megatron_fleet.config.schema import Config
 from megatron_fleet.trainer.base import Trainer
 from megatron_fleet.trainer.links import RankListener
@@ -18,7 +16,7 @@ from megatron_fleet.trainer.links import RankListener
 
 @dataclass(frozen=True, slots=True)
 class RankHosts:
-    """What a trainer needs to have ranks on the hosts of the run.
+    """Listener, secret and launcher for a trainer that runs as ranks on the hosts of the run.
 
     Attributes:
         listener: accepts the connections of the ranks.
@@ -49,8 +47,5 @@ def trainer_factory(name: str) -> TrainerFactory:
     Raises:
         UserError: the user's own cannot be imported.
     """
-    if is_path(name):
-        return load(OWN_TRAINER, name)
-    module, _, function = TRAINERS[name].partition(":")
-    factory: TrainerFactory = getattr(importlib.import_module(module), function)
+    factory: TrainerFactory = load_named(OWN_TRAINER, TRAINERS, name)
     return factory

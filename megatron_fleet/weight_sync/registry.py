@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.extension import Interface, load
+from megatron_fleet.config.extension import Interface, imported, load
 from megatron_fleet.config.names import is_path
 from megatron_fleet.weight_sync.base import Sender, Transport
 
@@ -72,7 +71,7 @@ def make_transport(name: str, options: Mapping[str, Any] | None = None) -> Trans
     Raises:
         UserError: there is no such transport, or an option is missing.
     """
-    transport: Transport = _load(transport_classes(name).controller)(options or {})
+    transport: Transport = imported(transport_classes(name).controller)(options or {})
     return transport
 
 
@@ -98,7 +97,7 @@ def make_sender(
 
     path = transport_classes(name).sender
     assert path is not None, f"a rule of the configuration refuses {name} for ranks"
-    sender: Sender = _load(path)(source, world, device, EngineFormat(engine_model))
+    sender: Sender = imported(path)(source, world, device, EngineFormat(engine_model))
     return sender
 
 
@@ -126,8 +125,3 @@ def transport_classes(name: str) -> TransportClasses:
             f"package.module:name."
         )
     return TRANSPORTS[name]
-
-
-def _load(path: str) -> Any:
-    module, _, attribute = path.partition(":")
-    return getattr(importlib.import_module(module), attribute)

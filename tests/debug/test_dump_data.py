@@ -65,5 +65,5 @@ def test_data_of_an_older_version_say_so(tmp_path):
     """There, the mask was the normaliser."""
     old = {"sequences": 1, "token_ids": [1, 2], "token_ids.lengths": [2], "loss_scale": [0.0, 1.0]}
     np.savez(tmp_path / "data.npz", **old, **{"loss_scale.lengths": [2]})
-    with pytest.raises(UserError, match="was written by an older version; replay the dump with that one"):
+    with pytest.raises(UserError, match="was written by an older version; replay the dump with that version"):
         load_data(tmp_path / "data.npz")

@@ -95,7 +95,7 @@ async def test_never_to_resume_moves_the_earlier_records_aside(tmp_path):
     before, earlier = records(first.out), first.rows()
     second.trainer._fail = {"optim_step": {4: TrainerLost("gone")}}
     await second.go()
-    assert second.trainer.restarts == ["gone"], "a restart goes on from the checkpoint of the same run"
+    assert second.trainer.restarts == ["gone"], "a restart resumes from the checkpoint of the same run"
     assert records(tmp_path / "run.1") == before
     assert [row["step"] for row in second.rows()] == [1, 2, 3, 4]
     assert second.rows() != earlier

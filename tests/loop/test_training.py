@@ -105,6 +105,18 @@ def step_calls(first: int, end: int, interval: int = 2) -> list[str]:
     ]
 
 
+async def test_evaluations_behind_training_score_the_weights_from_before(tmp_path):
+    scores = {}
+    for overlap in ("false", "true"):
+        run = Run(
+            tmp_path / overlap, "eval.at_start=true", "eval.interval=1", "eval.at_end=true", f"eval.overlap={overlap}"
+        )
+        await run.go()
+        scores[overlap] = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in run.rows()]
+    assert scores["true"] == scores["false"]
+    assert [row["eval/all/episodes"] for row in scores["true"]] == [2] * 5
+
+
 async def test_a_run_calls_everything_in_order_and_learns(tmp_path):
     run = Run(tmp_path, "run.steps=30", "checkpoint.interval=0", "eval.at_start=true", "eval.at_end=true")
     await run.go()

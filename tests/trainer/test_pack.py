@@ -34,7 +34,7 @@ def datum(tokens, scale, reference=None):
 def test_micro_batch_predicts_each_trained_token_from_the_one_before():
     data = [datum([5, 6, 7], [0, 0.5, 0.5]), datum([8, 9, 10, 11], [0, 0, 0, 0.25])]
     data = [replace(d, arrays={"own": np.arange(len(d), dtype=np.int32)}) for d in data]
-    data[1].extras = {"adapter": "b"}
+    data[0].extras = {"adapter": "b"}
     packed = pack_micro_batch(data, 12, sequence_align=4)
     assert packed.tokens.tolist() == [5, 6, 7, 0, 8, 9, 10, 11, 0, 0, 0, 0]
     assert packed.positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3]
@@ -45,7 +45,7 @@ def test_micro_batch_predicts_each_trained_token_from_the_one_before():
     assert packed.sequence.tolist() == [0, 0, 1]
     assert packed.loss_scale.tolist() == [0.5, 0.5, 0.25]
     assert {name: values.tolist() for name, values in packed.arrays.items()} == {"own": [1, 2, 3]}
-    assert packed.extras == ((slice(4, 8), {"adapter": "b"}),)
+    assert packed.extras == ((slice(0, 3), {"adapter": "b"}),)
     assert packed.scaled_advantages.tolist() == [0.5, 1.0, 0.75]
     assert packed.behaviour.tolist() == [-0.5, -1.0, -0.75]
 

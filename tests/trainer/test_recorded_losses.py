@@ -33,9 +33,8 @@ def inputs(micro_batch) -> LossInputs:
         "scaled_advantages": joined("scaled_advantages"),
         "behaviour": joined("behaviour_logprobs"),
     }
-    return LossInputs(
-        logprobs, torch.zeros_like(logprobs), sequence=torch.from_numpy(sequence), sequences=len(micro_batch), **rest
-    )
+    rest |= {"sequence": torch.from_numpy(sequence), "sequences": len(micro_batch)}
+    return LossInputs(logprobs, torch.zeros_like(logprobs), arrays={"proximal": logprobs.detach() - 0.1}, **rest)
 
 
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "gmpo"])

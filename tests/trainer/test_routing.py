@@ -241,6 +241,7 @@ def test_experts_that_repeat_in_part_are_noticed(qwen, policies):
 def test_routing_of_another_model_is_refused(qwen, policies):
     policy = policies(qwen)
     for change, message in (
+        (lambda r: r[1:], "a sequence of 47 tokens with the experts of 46"),
         (lambda r: r[:, :3], r"layers × choices \(3, 3\)"),
         (lambda r: r[..., :2], r"layers × choices \(4, 2\)"),
         (lambda r: np.where(r == 7, 8, r).astype(np.uint8), "expert 8; the model has 8"),

@@ -116,7 +116,7 @@ class EngineConfig(Section):
         "auto",
         description="How weights reach the engines; auto: shared memory on one host without GPUs, cuda_ipc on the "
         "trainer's GPUs, nccl on other GPUs, gloo on other hosts without GPUs. disk: a folder that all hosts see. "
-        "message: one message of a trainer without ranks.",
+        "message: for a trainer without ranks, which sends its weights, or their address, in one message.",
     )
     weights_url: str | None = Field(
         None,
@@ -154,7 +154,7 @@ class EngineConfig(Section):
 
 class RolloutConfig(Section):
     sampler: Annotated[str, NameOrPath((VLLM,))] = Field(
-        VLLM, description="What samples the policy's tokens in an engine. vllm: vLLM, on devices of the run."
+        VLLM, description="Program that generates the policy's tokens. vllm: vLLM engines that the run starts."
     )
     prompts_per_step: int = Field(ge=1, le=MAX_EPISODES, description="Groups (tasks) per step.")
     samples_per_prompt: int = Field(ge=2, le=10_000, description="Trajectories per group.")
@@ -344,13 +344,14 @@ def _trainer_and_sampler(c: Config) -> str | None:
         )
     if trainer == WITH_RANKS or sampler == VLLM:
         return (
-            f"policy.trainer={trainer} with rollout.sampler={sampler}: no transport of ours takes the weights from one "
-            f"to the other; change one of them, or name a rollout.engine.transport of your own (package.module:name)."
+            f"policy.trainer={trainer} with rollout.sampler={sampler}: no built-in transport sends weights from this "
+            f"trainer to this sampler; change one of them, or name a rollout.engine.transport of your own "
+            f"(package.module:name)."
         )
     if engine.transport not in ("auto", MESSAGE):
         return (
-            f"rollout.engine.transport={engine.transport} with policy.trainer={trainer}: it takes weights from ranks; "
-            f"set it to auto."
+            f"rollout.engine.transport={engine.transport} with policy.trainer={trainer}: this transport sends weights "
+            f"from ranks, and this trainer has none; set it to auto."
         )
     return None
 
@@ -360,14 +361,14 @@ def _only_ranks_are_started_and_share_devices(c: Config) -> str | None:
         return None
     if c.cluster.ranks == "external":
         return (
-            f"cluster.ranks=external with policy.trainer={c.policy.trainer}: this trainer has no ranks that could be "
-            f"started; set it to local."
+            f"cluster.ranks=external with policy.trainer={c.policy.trainer}: this trainer has no ranks to start; "
+            f"set it to local."
         )
     if not c.rollout.engine.colocated:
         return None
     return (
-        f"rollout.engine.colocated=true with policy.trainer={c.policy.trainer}: this trainer has no devices here that "
-        f"engines could share; set it to null."
+        f"rollout.engine.colocated=true with policy.trainer={c.policy.trainer}: this trainer uses no devices of the "
+        f"run that engines could share; set it to null."
     )
 
 

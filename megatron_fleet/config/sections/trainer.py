@@ -200,8 +200,8 @@ class GradientMetricsConfig(Section):
 class PolicyConfig(Section):
     trainer: Annotated[str, NameOrPath((WITH_RANKS,))] = Field(
         WITH_RANKS,
-        description="What computes gradients and holds weights and optimizer. megatron: ranks of this run, laid out by "
-        "parallel, with Megatron-Core.",
+        description="Trainer of the policy. megatron: Megatron-Core, in ranks that the run starts and that `parallel` "
+        "lays out.",
     )
     micro_batch_tokens: int = Field(
         ge=64, le=MAX_TOKENS, description="Maximum number of tokens in a micro-batch; sequences are packed into it."
