@@ -17,8 +17,6 @@ SYSTEM = "Call one tool at a time, or write <done> behind your final answer."
 
 async def one_call_at_a_time(
     task: Task,
-    group: int,
-    sample: int,
     env: Environment,
     engine: Engine,
     renderer: Renderer,
@@ -29,7 +27,6 @@ async def one_call_at_a_time(
     """Play `task`: only the first tool call of a turn is made. Without images, and without a deadline of its own.
 
     Args:
-        group, sample: of the trajectory.
         env: a session that is closed by the caller.
         engine, renderer: sample tokens, and say which tokens a conversation is.
         settings: limits, from the configuration.
@@ -44,7 +41,7 @@ async def one_call_at_a_time(
     except EngineLost as error:
         end = Ending(Outcome.ABORTED, str(error))
     end, reward = await score(end, env, built.messages, settings.verify_timeout_s)
-    return built.build(task, group, sample, end.outcome, reward, end.reason, end.final_answer)
+    return built.build(task, end.outcome, reward, end.reason, end.final_answer)
 
 
 async def turns(

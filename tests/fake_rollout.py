@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
-from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult
 from megatron_fleet.weight_sync.base import WeightReceiver, WeightSender
 
 TOKENS = 6
@@ -44,10 +44,10 @@ class FakeRollout:
     """The whole of what the loop uses of `rollout.service.RolloutService`.
 
     Attributes:
-        unknown: collections of training, by number from 0, in which no reward is known.
+        unknown: plays of a whole training step, by number from 0, in which no reward is known.
         fate: outcome of their episodes.
         outages: what `environment_available` answers, one after the other; then it is available.
-        delays: seconds that a collection takes, by step; none by default.
+        delays: seconds that a request takes, by step; none by default.
         requests: all that was asked for.
     """
 
@@ -62,19 +62,20 @@ class FakeRollout:
         self.delays: dict[int, float] = {}
         self.requests: list[CollectRequest] = []
         self.under_way = 0
-        self._collections = 0
+        self._plays = 0
 
     async def wait_ready(self) -> None:
         self.calls.append("wait_ready")
         await asyncio.sleep(0)
 
     async def collect(
-        self, request: CollectRequest, on_progress: Callable[[Progress], None] | None = None, on_episodes: Any = None
+        self, request: CollectRequest, on_episode: Callable[[Trajectory], None] | None = None
     ) -> CollectResult:
-        self.calls.append(f"collect {request.purpose} {request.step}")
+        if request.first == 0:  # of the groups of a step, which are requested together, the first one stands for all
+            self.calls.append(f"collect {request.purpose} {request.step}")
+            self._plays += request.purpose == "train"
         self.requests.append(request)
-        known = request.purpose == "eval" or self._collections not in self.unknown
-        self._collections += request.purpose == "train"
+        known = request.purpose == "eval" or self._plays - 1 not in self.unknown
         weights, version = self.engines.weights, self.engines.version
         self.under_way += 1
         try:
@@ -88,18 +89,19 @@ class FakeRollout:
                 task.env_key,
                 [self._episode(request, index, sample, weights, version, known) for sample in range(request.samples)],
             )
-            for index, task in enumerate(request.tasks)
+            for index, task in enumerate(request.tasks, request.first)
         ]
         wanted = len(request.tasks) * request.samples
-        if on_progress is not None:
-            on_progress(Progress(wanted, wanted, wanted * TOKENS))
+        for trajectory in (t for group in groups for t in group.trajectories):
+            if on_episode is not None:
+                on_episode(trajectory)
         accounting = Accounting(started=wanted, known=wanted * known, unknown=wanted * (not known))
         return CollectResult(groups, accounting, 0.0)
 
     def _episode(
         self, request: CollectRequest, group: int, sample: int, weights: np.ndarray, version: int, known: bool
     ) -> Trajectory:
-        task = request.tasks[group]
+        task = request.tasks[group - request.first]
         rng = np.random.default_rng(stable_seed(request.seed or 0, request.step, task.key, sample, 0))
         chances = np.exp(weights - weights.max())
         chances /= chances.sum()

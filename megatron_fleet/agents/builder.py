@@ -93,14 +93,12 @@ class TrajectoryBuilder:
     def build(
         self,
         task: Task,
-        group: int,
-        sample: int,
         outcome: Outcome,
         reward: float | None,
         reason: str,
         final_answer: str | None,
     ) -> Trajectory:
-        """Build the finished trajectory; array layout as in ``Trajectory``."""
+        """Build the finished trajectory, not numbered yet; array layout as in ``Trajectory``."""
         ids = self._before + self.ids
         mask = np.zeros(len(ids), bool)
         logprobs = np.zeros(len(ids), np.float32)
@@ -114,8 +112,8 @@ class TrajectoryBuilder:
         return Trajectory(
             task_key=task.key,
             env_key=task.env_key,
-            group=group,
-            sample=sample,
+            group=-1,
+            sample=-1,
             token_ids=np.array(ids, np.int32),
             action_mask=mask,
             behaviour_logprobs=logprobs,

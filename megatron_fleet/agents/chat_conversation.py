@@ -25,8 +25,6 @@ SEED_BITS = 31
 
 async def run_chat_episode(
     task: Task,
-    group: int,
-    sample: int,
     env: Environment,
     client: ChatClient,
     settings: EpisodeSettings,
@@ -46,7 +44,7 @@ async def run_chat_episode(
     """
     builder = TrajectoryBuilder()
     conversation = ChatConversation(client, settings, seed, builder)
-    trajectory = await play(task, group, sample, env, conversation, settings, builder)
+    trajectory = await play(task, env, conversation, settings, builder)
     for name in ("action_tokens", "total_tokens", "segments"):
         trajectory.metrics.pop(name)
     trajectory.metrics |= conversation.tokens()

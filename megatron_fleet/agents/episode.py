@@ -85,8 +85,6 @@ class Conversation(Protocol):
 
 async def play(
     task: Task,
-    group: int,
-    sample: int,
     env: Environment,
     conversation: Conversation,
     settings: EpisodeSettings,
@@ -110,7 +108,7 @@ async def play(
         await close(env, settings.close_timeout_s)
     builder.metrics["seconds"] = time.perf_counter() - began
     builder.stretches.insert(0, ("episode", at, builder.metrics["seconds"]))
-    return builder.build(task, group, sample, end.outcome, reward, end.reason, end.final_answer)
+    return builder.build(task, end.outcome, reward, end.reason, end.final_answer)
 
 
 @dataclass(slots=True)

@@ -22,8 +22,6 @@ class Agent(Protocol):
     async def __call__(
         self,
         task: Task,
-        group: int,
-        sample: int,
         env: Environment,
         engine: Engine,
         renderer: Renderer,

@@ -29,8 +29,6 @@ LONG_CHARS = 100_000
 
 async def run_episode(
     task: Task,
-    group: int,
-    sample: int,
     env: Environment,
     engine: Engine,
     renderer: Renderer,
@@ -49,7 +47,7 @@ async def run_episode(
     """
     builder = TrajectoryBuilder()
     conversation = TokenConversation(engine, renderer, settings, seed, session, builder)
-    return await play(task, group, sample, env, conversation, settings, builder)
+    return await play(task, env, conversation, settings, builder)
 
 
 class TokenConversation:

@@ -116,6 +116,8 @@ class Trajectory:
     tokens before it in its segment, and from nothing else.
 
     Attributes:
+        group: number of its group within the step or the evaluation, set when it comes back; -1 before.
+        sample: number within its group, likewise.
         token_ids: int32 ``[T]``, everything the policy saw and sampled, never re-encoded; all segments concatenated.
         action_mask: bool ``[T]``, true where the policy sampled the token.
         behaviour_logprobs: float32 ``[T]``, log μ(token) at the sampling temperature; 0 where ``action_mask`` is false.

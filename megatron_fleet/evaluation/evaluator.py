@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.near import near_duplicates
 from megatron_fleet.data.split import key_hash
 from megatron_fleet.data.task import Task
-from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress
+from megatron_fleet.rollout.collection import OnEpisode
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult
 from megatron_fleet.telemetry.episodes import eval_metrics, trajectories_of, why_nothing_can_be_known
 from megatron_fleet.telemetry.metrics import attempt_metrics
 
@@ -33,9 +35,7 @@ ShowPhase = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
 class Collect(Protocol):
     """Play a request, as ``RolloutService.collect`` does."""
 
-    async def __call__(
-        self, request: CollectRequest, on_progress: Callable[[Progress], None] | None
-    ) -> CollectResult: ...
+    async def __call__(self, request: CollectRequest, on_episode: OnEpisode | None) -> CollectResult: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ class Evaluator:
         if show is None:
             return await self._collect(request, None)
         with show("evaluation" if temperature else "greedy evaluation", len(self.tasks) * samples) as advance:
-            return await self._collect(request, lambda now: advance(now.done))
+            ended = itertools.count(1)
+            return await self._collect(request, lambda _: advance(next(ended)))
 
 
 def choose(tasks: Sequence[Task], limit: int | None) -> list[Task]:

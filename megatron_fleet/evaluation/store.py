@@ -83,9 +83,10 @@ class EpisodeStore:
                     found[trajectory.group, trajectory.sample] = trajectory
         return found
 
-    def add(self, kind: str, trajectories: Sequence[Trajectory]) -> None:
-        """Store finished episodes. Aborted ones are left out, because they are still to be played."""
-        self._open[kind] += [t for t in trajectories if t.outcome not in (Outcome.ABORTED, Outcome.REFUSED)]
+    def add(self, kind: str, trajectory: Trajectory) -> None:
+        """Store a finished episode. An aborted one is left out, because it is still to be played."""
+        if trajectory.outcome not in (Outcome.ABORTED, Outcome.REFUSED):
+            self._open[kind].append(trajectory)
         if sum(map(len, self._open.values())) >= FLUSH_EPISODES or time.monotonic() - self._flushed > FLUSH_S:
             self.flush()
 

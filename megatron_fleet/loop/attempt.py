@@ -60,7 +60,7 @@ class Attempt:
         """Return `Batches.next`, showing its progress and writing the first prompts to the prompt log."""
         rollout = self.config.rollout
         with self.records.phase("rollout", rollout.prompts_per_step * rollout.samples_per_prompt) as advance:
-            batch = await self.batches.next(step, lambda now: advance(now.done))
+            batch = await self.batches.next(step, advance)
         self.prompts.write(batch.groups)
         return batch
 

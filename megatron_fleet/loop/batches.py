@@ -1,7 +1,8 @@
 """Training batches: tasks from the sampler are played by the rollout and turned into data, optionally in advance.
 
-With ``rollout.max_staleness`` = k the episodes of the next k steps play while the trainer works on the current step. A
-group is trained on when its oldest token was sampled at most k weight versions ago; an older one is played again.
+The unit is the group: each is requested, counted and played again on its own, and is looked at when it comes back. With
+``rollout.max_staleness`` = k the groups of the next k steps play while the trainer works on the current step. A group
+is trained on when its oldest token was sampled at most k weight versions ago; an older one is played again.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
 
-from megatron_fleet.agents.trajectory import Group
+from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.algorithms.advantages import is_known
 from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
 from megatron_fleet.algorithms.datum import Datum
@@ -26,7 +27,8 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.sampler import make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.platform.alerts import alert
-from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, Progress, RolloutFailed
+from megatron_fleet.rollout.collection import OnEpisode
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.telemetry.episodes import trajectories_of, why_nothing_can_be_known, why_nothing_is_known
 
 log = logging.getLogger(__name__)
@@ -35,13 +37,14 @@ FIRST_PROBE_S = 2.0
 LONGEST_PROBE_S = 60.0
 """Most seconds between two probes of the environment in an outage; the pause doubles from ``FIRST_PROBE_S``."""
 
-ShowProgress = Callable[[Progress], None]
+ShowProgress = Callable[[int], None]
+"""Shows how many episodes of a step have ended."""
 
 
 class Episodes(Protocol):
     """The part of `rollout.service.RolloutService` that plays episodes."""
 
-    async def collect(self, request: CollectRequest, on_progress: ShowProgress | None = None) -> CollectResult: ...
+    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult: ...
 
     async def environment_available(self) -> str | None: ...
 
@@ -72,13 +75,22 @@ class StepBatch:
 
 
 @dataclass(slots=True)
-class _BatchPlay:
-    """Episodes of one step, running or finished."""
+class _GroupPlay:
+    """One group of a step, in play or back.
+
+    Attributes:
+        place: its number within the step.
+        work: its newest attempt.
+        accounting: counts of its earlier attempts.
+        ended: episodes of the newest attempt that have ended.
+    """
 
     step: int
-    tasks: list[Task]
-    work: asyncio.Task[CollectResult]
-    progress: Progress = field(default_factory=lambda: Progress(0, 0, 0))
+    place: int
+    task: Task
+    work: asyncio.Task[CollectResult] = field(init=False)
+    accounting: Accounting = field(default_factory=Accounting)
+    ended: int = 0
 
 
 @final
@@ -90,7 +102,7 @@ class Batches:
         self._config, self._rollout = config, rollout
         self._sampler = make_sampler(tasks, config.rollout.prompts_per_step, config.run.seed, config.data.mixture)
         self._by_key = {task.key: task for task in tasks}
-        self._plays: deque[_BatchPlay] = deque()
+        self._plays: list[_GroupPlay] = []
         self._again: deque[list[Task]] = deque()
         self._idle_since: float | None = None
         self._idle_s = 0.0
@@ -107,16 +119,17 @@ class Batches:
         began = time.monotonic()
         before = began if self._taken is None else self._taken
         self._play_ahead(step)
-        play = self._plays[0]
-        async with _shown(play, show):
-            result = await play.work
-        result = await self._known(play, result, show)
-        groups, accounting = await self._fresh(play, result, step)
-        self._plays.popleft()
+        plays = [play for play in self._plays if play.step == step]
+        async with _shown(plays, show):
+            results = await self._complete(step, plays)
+        self._plays = [play for play in self._plays if play.step != step]
         self._taken = now = time.monotonic()
         waited, idle = now - began, self._take_idle(now)
-        built = self._build(step, groups, accounting)
-        built.seconds |= {"generate": result.seconds, "rollout_wait": waited, "engines_idle": idle}
+        groups = [group for result in results for group in result.groups]
+        counts = (play.accounting + result.accounting for play, result in zip(plays, results, strict=True))
+        built = self._build(step, groups, sum(counts, start=Accounting()))
+        generate = max(result.seconds for result in results)
+        built.seconds |= {"generate": generate, "rollout_wait": waited, "engines_idle": idle}
         if passed := now - before:
             built.waits = {"trainer_waits_share": waited / passed, "engines_idle_share": idle / passed}
         return built
@@ -133,7 +146,10 @@ class Batches:
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for `load`."""
-        pending = [[task.key for task in tasks] for tasks in (*(p.tasks for p in self._plays), *self._again)]
+        handed_out: defaultdict[int, list[str]] = defaultdict(list)
+        for play in self._plays:
+            handed_out[play.step].append(play.task.key)
+        pending = [*handed_out.values(), *([task.key for task in tasks] for tasks in self._again)]
         return {"sampler": self._sampler.state_dict(), "pending": pending}
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -147,32 +163,32 @@ class Batches:
 
     async def close(self) -> None:
         """Cancel the running episodes. Idempotent."""
-        plays, self._plays = list(self._plays), deque()
+        plays, self._plays = self._plays, []
         for play in plays:
             play.work.cancel()
         await asyncio.gather(*(play.work for play in plays), return_exceptions=True)
 
     def _play_ahead(self, step: int) -> None:
+        """Request the groups of ``step``, and of the steps that may play ahead."""
         last = min(step + self._config.rollout.max_staleness, self._config.run.last_step - 1)
-        while len(self._plays) <= last - step:
-            number = step + len(self._plays)
+        first = self._plays[-1].step + 1 if self._plays else step
+        for number in range(first, last + 1):
             tasks = self._again.popleft() if self._again else self._sampler.next()
-            play = _BatchPlay(number, tasks, asyncio.create_task(self._collect(number, tasks, self._advance(number))))
-            play.work.add_done_callback(self._ended)
-            self._plays.append(play)
-            if self._idle_since is not None:
-                self._idle_s += time.monotonic() - self._idle_since
-                self._idle_since = None
+            plays = [_GroupPlay(number, place, task) for place, task in enumerate(tasks)]
+            self._plays += plays
+            for play in plays:
+                self._start(play)
 
-    def _advance(self, step: int) -> ShowProgress:
-        def advance(now: Progress) -> None:
-            for play in self._plays:
-                if play.step == step:
-                    play.progress = now
+    def _start(self, play: _GroupPlay) -> None:
+        """Play a group, or play it again."""
+        play.ended = 0
+        play.work = asyncio.create_task(self._collect(play))
+        play.work.add_done_callback(self._returned)
+        if self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
 
-        return advance
-
-    def _ended(self, _work: asyncio.Task[CollectResult]) -> None:
+    def _returned(self, _work: asyncio.Task[CollectResult]) -> None:
         if all(play.work.done() for play in self._plays):
             self._idle_since = time.monotonic()
 
@@ -185,37 +201,69 @@ class Batches:
         self._idle_s = 0.0
         return idle
 
-    async def _collect(self, step: int, tasks: Sequence[Task], advance: ShowProgress) -> CollectResult:
+    async def _collect(self, play: _GroupPlay) -> CollectResult:
         run, rollout = self._config.run, self._config.rollout
         request = CollectRequest(
-            step=step,
-            tasks=tasks,
+            step=play.step,
+            tasks=[play.task],
             samples=rollout.samples_per_prompt,
             temperature=rollout.sampling.temperature,
             purpose="train",
             seed=run.seed if run.deterministic else None,
+            first=play.place,
         )
-        return await self._rollout.collect(request, on_progress=advance)
 
-    async def _known(self, play: _BatchPlay, result: CollectResult, show: ShowProgress) -> CollectResult:
-        """Return ``result``, replayed until at least one reward is known.
+        def ended(_: Trajectory) -> None:
+            play.ended += 1
+
+        return await self._rollout.collect(request, ended)
+
+    async def _complete(self, step: int, plays: Sequence[_GroupPlay]) -> list[CollectResult]:
+        """Wait for all groups of a step; while not one reward is known, wait for the environment and play all again.
 
         Raises:
             Outage: no reward became known for too long, or every attempt would end in the same way.
         """
-        began, pause = time.monotonic(), FIRST_PROBE_S
-        accounting, limit = result.accounting, self._config.env.outage_limit_s
-        while (reason := why_nothing_is_known(trajectories_of(result.groups))) is not None:
-            if never := why_nothing_can_be_known(trajectories_of(result.groups), self._config.rollout.max_context):
-                raise Outage(f"step {play.step + 1}: {never}")
-            alert(log, "outage", f"step {play.step + 1}: not one reward is known; most often {reason}")
-            pause = await self._wait_for_environment(play.step, reason, began, pause, limit)
-            result = await self._collect(play.step, play.tasks, show)
-            accounting = accounting.all_retried() + result.accounting
-        return replace(result, accounting=accounting)
+        began, pause = None, FIRST_PROBE_S
+        while True:
+            results = await asyncio.gather(*(self._fresh(play, step) for play in plays))
+            trajectories = [t for result in results for t in trajectories_of(result.groups)]
+            reason = why_nothing_is_known(trajectories)
+            if reason is None:
+                break
+            if never := why_nothing_can_be_known(trajectories, self._config.rollout.max_context):
+                raise Outage(f"step {step + 1}: {never}")
+            alert(log, "outage", f"step {step + 1}: not one reward is known; most often {reason}")
+            began = time.monotonic() if began is None else began
+            pause = await self._wait_for_environment(step, reason, began, pause)
+            for play, result in zip(plays, results, strict=True):
+                play.accounting += result.accounting.all_retried()
+                self._start(play)
+        if stale := sum(play.accounting.stale > 0 for play in plays):
+            log.warning("step %d: %d groups were too old and were played again", step + 1, stale)
+        return results
 
-    async def _wait_for_environment(self, step: int, reason: str, began: float, pause: float, limit: float) -> float:
+    async def _fresh(self, play: _GroupPlay, version: int) -> CollectResult:
+        """Wait for a group; one that is too old is played again.
+
+        Raises:
+            RolloutFailed: an engine samples with weights that are too old.
+        """
+        most, result = self._config.rollout.max_staleness, await play.work
+        if age(result.groups[0], version) > most:
+            play.accounting += result.accounting.outdated(result.groups[0].trajectories)
+            self._start(play)
+            result = await play.work
+        if (oldest := age(result.groups[0], version)) > most:
+            raise RolloutFailed(
+                f"step {play.step + 1}: an engine samples with weights that are {oldest} versions old although it was "
+                f"given version {version}."
+            )
+        return result
+
+    async def _wait_for_environment(self, step: int, reason: str, began: float, pause: float) -> float:
         """Wait until the environment answers, at least ``pause`` seconds; returns the next pause."""
+        limit = self._config.env.outage_limit_s
         while True:
             waited = time.monotonic() - began
             if waited + pause > limit:
@@ -229,28 +277,6 @@ class Batches:
             if problem is None:
                 return pause
             alert(log, "outage", f"step {step + 1}: waiting for the environment: {problem}")
-
-    async def _fresh(self, play: _BatchPlay, result: CollectResult, version: int) -> tuple[list[Group], Accounting]:
-        """Return the groups, replaying those that are too stale.
-
-        Raises:
-            RolloutFailed: an engine samples with weights that are too old.
-        """
-        most, groups, accounting = self._config.rollout.max_staleness, list(result.groups), result.accounting
-        if stale := [i for i, group in enumerate(groups) if age(group, version) > most]:
-            log.warning("step %d: %d groups are too old and are played again", play.step + 1, len(stale))
-            again = await self._collect(play.step, [play.tasks[i] for i in stale], lambda _: None)
-            for index, group in zip(stale, again.groups, strict=True):
-                accounting = accounting.outdated(groups[index].trajectories)
-                trajectories = [replace(trajectory, group=index) for trajectory in group.trajectories]
-                groups[index] = replace(group, index=index, trajectories=trajectories)
-            accounting = accounting + again.accounting
-        if (oldest := max((age(group, version) for group in groups), default=0)) > most:
-            raise RolloutFailed(
-                f"step {play.step + 1}: an engine samples with weights that are {oldest} versions old although it was "
-                f"given version {version}."
-            )
-        return groups, accounting
 
     def _build(self, version: int, groups: list[Group], accounting: Accounting) -> StepBatch:
         began, algorithm = time.monotonic(), self._config.algorithm
@@ -276,12 +302,12 @@ def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
 
 
 @asynccontextmanager
-async def _shown(play: _BatchPlay, show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
-    """Show the progress of ``play`` inside."""
+async def _shown(plays: Sequence[_GroupPlay], show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
+    """Show inside how many episodes of ``plays`` have ended."""
 
     async def watch() -> None:
         while True:
-            show(play.progress)
+            show(sum(play.ended for play in plays))
             await asyncio.sleep(interval_s)
 
     watching = asyncio.create_task(watch())
@@ -289,4 +315,4 @@ async def _shown(play: _BatchPlay, show: ShowProgress, interval_s: float = 0.5) 
         yield
     finally:
         watching.cancel()
-        show(play.progress)
+        show(sum(play.ended for play in plays))

@@ -27,8 +27,8 @@ from megatron_fleet.loop import preflight
 from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.registry import use_family
-from megatron_fleet.rollout.collection import Collection
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, Progress
+from megatron_fleet.rollout.collection import Collection, OnEpisode
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
@@ -258,27 +258,28 @@ async def play(
     """Play the tasks of ``held_out`` that ``eval.tasks`` chooses. Episodes already in ``store`` are not repeated;
     finished ones are added to it."""
 
-    async def resumed(request: CollectRequest, on_progress: Callable[[Progress], None] | None) -> CollectResult:
+    async def resumed(request: CollectRequest, on_episode: OnEpisode | None) -> CollectResult:
         kind = "eval" if request.temperature else "greedy"
         played = store.played(kind, request.samples)
         request = replace(request, played=played)
         episodes = len(request.tasks) * request.samples
+        if on_episode is not None:
+            for trajectory in played.values():
+                on_episode(trajectory)
         if len(played) == episodes:
             return Collection(request, max_retries=0).result(seconds=0.0)
         if played:
             say(f"{kind}: {len(played)} of {episodes} episodes were played before")
-        seen: set[tuple[int, int]] = set(played)
 
-        def keep(trajectories: Sequence[Trajectory]) -> None:
-            seen.update((t.group, t.sample) for t in trajectories)
-            store.add(kind, trajectories)
+        def keep(trajectory: Trajectory) -> None:
+            store.add(kind, trajectory)
+            if on_episode is not None:
+                on_episode(trajectory)
 
         try:
-            result = await collect(request, on_progress, keep)
-            keep([t for g in result.groups for t in g.trajectories if (t.group, t.sample) not in seen])
+            return await collect(request, keep)
         finally:
             store.flush()
-        return result
 
     return await Evaluator(config, held_out, resumed).play(show)
 

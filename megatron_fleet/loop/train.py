@@ -5,7 +5,8 @@ Stages of a step, in their order:
 =========  =====================================  ========================================  =======================
 stage      takes                                  waits for                                 gives
 =========  =====================================  ========================================  =======================
-play       tasks, the weights that engines hold   the last group of the step (`Batches`);   a `StepBatch`
+play       tasks, the weights that engines hold   the step's groups, each requested,        a `StepBatch`
+                                                  judged and played again on its own;
                                                   groups of later steps play on
 update     the `StepBatch`                        colocated: the engines, to sleep;         weights of the next version
                                                   an evaluation behind it, at its end
@@ -26,7 +27,7 @@ from typing import Any, TypeVar, final
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
-from megatron_fleet.loop.batches import Outage, StepBatch
+from megatron_fleet.loop.batches import Outage
 from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.stopping import Stopped, StopRequest
@@ -103,7 +104,7 @@ class Training:
         async with self._open(state) as self._attempt:
             try:
                 await self._steps()
-            except Stopped:
+            except (Stopped, Outage, EnvironmentFailed):
                 await self._save_now()
                 raise
             finally:
@@ -128,7 +129,7 @@ class Training:
         config, attempt, clock, probe = self._config, self._attempt, Clock(), None
         TIMELINE.begin_step(self._step)
         self._saves.check()
-        batch = await self._stop.interrupt(self._next_batch())
+        batch = await self._stop.interrupt(attempt.next_batch(self._step))
         async with attempt.evaluations.behind_training(self._stop.interrupt):
             attempt.records.show("training")
             await self._engines.to_trainer()
@@ -149,13 +150,6 @@ class Training:
         self._commit(probe)
         self._guard.stop_if_stuck()
         await self._stop.interrupt(attempt.evaluations.catch_up())
-
-    async def _next_batch(self) -> StepBatch:
-        try:
-            return await self._attempt.next_batch(self._step)
-        except (Outage, EnvironmentFailed):
-            await self._save_now()
-            raise
 
     async def _copy_state(self) -> Probe | None:
         """Copy the trainer's state for a checkpoint of this step, while it has the devices and before its weights go

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory, will_recur
-from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, EpisodeSpec, Progress
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, EpisodeSpec
 
 MAX_LOSSES = 3
 """An episode that is lost with a component this often is given up, because it may be the cause. Must not exceed the
 restart limit of a component."""
+
+OnEpisode = Callable[[Trajectory], None]
 
 
 class Collection:
@@ -22,9 +25,16 @@ class Collection:
     After ``stop`` nothing is handed out, and every outcome is kept as it is.
     """
 
-    def __init__(self, request: CollectRequest, max_retries: int, number: int = 0):
-        """Args: ``number``: `EpisodeSpec.collection`."""
+    def __init__(
+        self, request: CollectRequest, max_retries: int, number: int = 0, on_episode: OnEpisode | None = None
+    ) -> None:
+        """
+        Args:
+            number: `EpisodeSpec.collection`.
+            on_episode: called with each trajectory that becomes part of the result.
+        """
         self.number = number
+        self._on_episode = on_episode
         self._request = request
         self._max_retries = max_retries
         self._stopped: str | None = None
@@ -36,7 +46,6 @@ class Collection:
         }
         self._losses: dict[tuple[int, int], int] = {}
         self._retries: dict[tuple[int, int], int] = {}
-        self._tokens = 0
         self.accounting = Accounting()
 
     @property
@@ -47,13 +56,6 @@ class Collection:
     def waiting(self) -> int:
         """Number of episodes to play that have not been taken."""
         return len(self._waiting)
-
-    def progress(self) -> Progress:
-        return Progress(len(self._kept), self._total, self._tokens)
-
-    def kept(self, since: int) -> list[Trajectory]:
-        """Return the trajectories in order of return, from index ``since``, without those of ``request.played``."""
-        return list(self._kept.values())[len(self._request.played) + since :]
 
     def take(self, most: int) -> list[EpisodeSpec]:
         """Take up to ``most`` episodes to play now; empty when all are running or finished."""
@@ -105,7 +107,7 @@ class Collection:
         samples = range(self._request.samples)
         groups = [
             Group(index, task.key, task.env_key, [self._kept[index, sample] for sample in samples])
-            for index, task in enumerate(self._request.tasks)
+            for index, task in enumerate(self._request.tasks, self._request.first)
         ]
         return CollectResult(groups, self.accounting, seconds)
 
@@ -116,11 +118,12 @@ class Collection:
     def _keep(self, key: tuple[int, int], trajectory: Trajectory) -> None:
         self._kept[key] = trajectory
         trajectory.metrics["attempts_retried"] = self._retries.get(key, 0)
-        self._tokens += int(trajectory.action_mask.sum())
         if trajectory.reward is None:
             self.accounting.unknown += 1
         else:
             self.accounting.known += 1
+        if self._on_episode is not None:
+            self._on_episode(trajectory)
 
     def _again(self, spec: EpisodeSpec) -> None:
         self._waiting.append(replace(spec, attempt=spec.attempt + 1))
@@ -128,7 +131,7 @@ class Collection:
     def _spec(self, group: int, sample: int) -> EpisodeSpec:
         request = self._request
         return EpisodeSpec(
-            task=request.tasks[group],
+            task=request.tasks[group - request.first],
             group=group,
             sample=sample,
             step=request.step,
@@ -150,12 +153,12 @@ class Collection:
 
 def issue_order(request: CollectRequest) -> list[tuple[int, int]]:
     """Return ``(group, sample)`` of every episode, in the order in which they are started."""
-    samples = range(request.samples)
+    samples, groups = range(request.samples), enumerate(request.tasks, request.first)
     if request.purpose == "train":
-        return [(group, sample) for group in range(len(request.tasks)) for sample in samples]
+        return [(group, sample) for group, _ in groups for sample in samples]
     turns: list[tuple[int, str, int]] = []
     seen: defaultdict[str, int] = defaultdict(int)
-    for group, task in enumerate(request.tasks):
+    for group, task in groups:
         turns.append((seen[task.env_key], task.env_key, group))
         seen[task.env_key] += 1
     return [(group, sample) for sample in samples for _, _, group in sorted(turns)]

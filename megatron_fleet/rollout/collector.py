@@ -12,32 +12,39 @@ from functools import partial
 
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.config.schema import Config
-from megatron_fleet.rollout.collection import Collection
+from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
 from megatron_fleet.rollout.monitor import RolloutMonitor
-from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, Progress, RolloutFailed
+from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
 BATCHES_PER_WORKER = 8
 MAX_BATCH = 16
 """A batch frees its slots when its last episode ends, so batches are small; each costs one Ray call."""
-PROGRESS_INTERVAL_S = 0.5
-
-OnProgress = Callable[[Progress], None]
-OnEpisodes = Callable[[list[Trajectory]], None]
 
 
 class _Running:
     """Running collection.
 
     Attributes:
-        batch: most episodes that a worker gets at once.
         over: future that is done when every episode has returned, or holds the failure.
     """
 
-    def __init__(self, collection: Collection, batch: int) -> None:
-        self.collection, self.batch = collection, batch
+    def __init__(self, collection: Collection) -> None:
+        self.collection = collection
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
+        """See `Collection`; ends this collection alone when what was to be told of the episode raises."""
+        self._record(partial(self.collection.ended, spec, trajectory))
+
+    def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
+        """See `Collection`."""
+        self._record(partial(self.collection.lost, spec, trajectory))
+
+    def stop(self, reason: str) -> None:
+        """See `Collection`."""
+        self._record(partial(self.collection.stop, reason))
 
     def finish_if_done(self) -> None:
         """Set ``over`` if the collection is done."""
@@ -48,9 +55,20 @@ class _Running:
         if not self.over.done():
             self.over.set_exception(error)
 
+    def _record(self, change: Callable[[], None]) -> None:
+        try:
+            change()
+        except Exception as error:
+            self.fail(error)
+        self.finish_if_done()
+
+
+_Taken = tuple[_Running, EpisodeSpec]
+
 
 class Collector:
-    """Player of any number of concurrent collections. Free slots go to the earliest one that has waiting episodes.
+    """Player of any number of concurrent collections: each group of a training step, each evaluation. Free slots go to
+    the earliest one that has waiting episodes.
 
     Attributes:
         monitor: is told of every attempt at an episode that returns.
@@ -78,13 +96,11 @@ class Collector:
         self._handing_out: asyncio.Task[None] | None = None
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def collect(
-        self, request: CollectRequest, on_progress: OnProgress | None = None, on_episodes: OnEpisodes | None = None
-    ) -> CollectResult:
+    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
-        collection = Collection(request, self._max_retries, next(self._numbers))
-        running = _Running(collection, self._batch_size(collection))
+        collection = Collection(request, self._max_retries, next(self._numbers), on_episode)
+        running = _Running(collection)
         if self.dead is not None:
             collection.stop(self.dead)
         self._running.append(running)
@@ -92,7 +108,7 @@ class Collector:
         running.finish_if_done()
         try:
             async with _budget(request.budget_s, partial(self._stop, running)):
-                await _reported(running, on_progress, on_episodes)
+                await running.over
             return collection.result(time.monotonic() - started)
         finally:
             self._running.remove(running)
@@ -102,7 +118,7 @@ class Collector:
 
     def load(self) -> tuple[int, int]:
         """Return how many episodes workers have, and how many wait for a worker."""
-        return self._places - sum(self._free.values()), sum(one.collection.waiting for one in self._running)
+        return self._places - sum(self._free.values()), self._waiting()
 
     def close(self) -> None:
         """Fail the running collections."""
@@ -111,10 +127,6 @@ class Collector:
         for task in (self._handing_out, *self._batches):
             if task is not None:
                 task.cancel()
-
-    def _batch_size(self, collection: Collection) -> int:
-        places = min(self._places, collection.waiting)
-        return min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)))
 
     def _hand_out_from_now_on(self) -> None:
         self._changed.set()
@@ -126,64 +138,68 @@ class Collector:
         try:
             while self._running:
                 self._changed.clear()
-                if self._waiting() is not None:
+                if self._waiting():
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
-                    while (running := self._waiting()) is not None and max(self._free.values()) > 0:
+                    while self._waiting() and max(self._free.values()) > 0:
                         if not self._environment.is_serving:
                             self._changed.set()
                             break
-                        self._give_place(running)
+                        self._give_places()
                 await self._changed.wait()
         except Exception as error:
             for running in self._running:
                 running.fail(error)
 
-    def _waiting(self) -> _Running | None:
-        return next((running for running in self._running if running.collection.waiting), None)
+    def _waiting(self) -> int:
+        """Number of episodes that no worker has yet."""
+        return sum(running.collection.waiting for running in self._running)
 
-    def _give_place(self, running: _Running) -> None:
+    def _give_places(self) -> None:
+        """Give the freest worker a batch of the episodes that wait, of several collections where one has too few."""
         worker = max(self._free, key=lambda one: self._free[one])
-        specs = running.collection.take(min(running.batch, self._free[worker]))
-        self._free[worker] -= len(specs)
+        places = min(self._places, self._waiting())
+        size = min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)), self._free[worker])
+        batch: list[_Taken] = []
+        for running in self._running:
+            batch += [(running, spec) for spec in running.collection.take(size - len(batch))]
+            if len(batch) == size:
+                break
+        self._free[worker] -= len(batch)
         # Counted here and not when the batch starts: a server that dies in between loses these episodes too.
         losses = self._environment.losses
-        task = asyncio.create_task(self._batch(running, worker, specs, losses))
+        task = asyncio.create_task(self._play(worker, batch, losses))
         self._batches.add(task)
         task.add_done_callback(self._batches.discard)
 
-    async def _batch(
-        self, running: _Running, worker: WorkerSlot, specs: Sequence[EpisodeSpec], environment_losses: int
-    ) -> None:
+    async def _play(self, worker: WorkerSlot, batch: Sequence[_Taken], environment_losses: int) -> None:
         try:
-            await self._played(running.collection, worker, specs, environment_losses)
-            running.finish_if_done()
+            await self._played(worker, batch, environment_losses)
         except Exception as error:
-            running.fail(error)
+            for running, _ in batch:
+                running.fail(error)
         finally:
-            self._free[worker] += len(specs)
+            self._free[worker] += len(batch)
             self._changed.set()
 
-    async def _played(
-        self, collection: Collection, worker: WorkerSlot, specs: Sequence[EpisodeSpec], environment_losses: int
-    ) -> None:
+    async def _played(self, worker: WorkerSlot, batch: Sequence[_Taken], environment_losses: int) -> None:
         try:
-            trajectories = await worker.run(specs)
+            trajectories = await worker.run([spec for _, spec in batch])
         except ComponentLost:
-            for spec in specs:
-                collection.lost(spec)
+            for running, spec in batch:
+                running.lost(spec)
             return
         if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
             # Before they are issued again: a dead engine would fail them immediately and repeatedly.
             await asyncio.gather(*(engine.check() for engine in self._engines))
             await self._check_policy(worker)
         environment_lost = self._environment.check() > environment_losses
-        for spec, trajectory in zip(specs, trajectories, strict=True):
+        for (running, spec), trajectory in zip(batch, trajectories, strict=True):
             trajectory.check()
             self.monitor.returned(worker.name, trajectory)
             if environment_lost and trajectory.reward is None:
-                collection.lost(spec, trajectory)
+                running.lost(spec, trajectory)
             else:
-                collection.ended(spec, trajectory)
+                running.ended(spec, trajectory)
 
     async def _check_policy(self, worker: WorkerSlot) -> None:
         if self.dead is None and (reason := await worker.policy_dead()) is not None:
@@ -191,28 +207,11 @@ class Collector:
             await asyncio.gather(*(self._stop(running, reason) for running in self._running))
 
     async def _stop(self, running: _Running, reason: str) -> None:
-        running.collection.stop(reason)
-        running.finish_if_done()
+        running.stop(reason)
         await self._abort(running.collection)
 
     async def _abort(self, collection: Collection) -> None:
         await asyncio.gather(*(worker.abort(collection.number) for worker in self._workers))
-
-
-async def _reported(running: _Running, on_progress: OnProgress | None, on_episodes: OnEpisodes | None) -> None:
-    """Wait until ``running`` is over, calling the callbacks periodically and at the end. Raises its failure."""
-    reported = 0
-    while True:
-        over = bool((await asyncio.wait({running.over}, timeout=PROGRESS_INTERVAL_S))[0])
-        if over:
-            running.over.result()
-        if on_progress is not None:
-            on_progress(running.collection.progress())
-        if on_episodes is not None and (ended := running.collection.kept(reported)):
-            reported += len(ended)
-            on_episodes(ended)
-        if over:
-            return
 
 
 @asynccontextmanager

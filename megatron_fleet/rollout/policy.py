@@ -100,8 +100,6 @@ class EnginePolicy:
         )
         return await self._agent(
             spec.task,
-            spec.group,
-            spec.sample,
             environment,
             self._engine,
             self._renderer,
@@ -132,9 +130,7 @@ class EndpointPolicy:
         from megatron_fleet.agents.chat_conversation import run_chat_episode
 
         settings = dataclasses.replace(self._settings, temperature=spec.temperature)
-        return await run_chat_episode(
-            spec.task, spec.group, spec.sample, environment, self._client, settings, episode_seed(spec)
-        )
+        return await run_chat_episode(spec.task, environment, self._client, settings, episode_seed(spec))
 
 
 def episode_seed(spec: EpisodeSpec) -> int | None:

@@ -27,6 +27,7 @@ class CollectRequest:
     evaluation starts every task once, taking the environments round-robin, before it starts any task again. After
     ``budget_s`` seconds unfinished episodes are given up as ``aborted``.
 
+    ``first``: number of the first task's group; part of the seed, because a step may contain the same task twice.
     ``played``: existing episodes by ``(group, sample)``; they are part of the result, but not counted.
     """
 
@@ -38,6 +39,7 @@ class CollectRequest:
     seed: int | None
     budget_s: float | None = None
     played: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class EpisodeSpec:
 
 @dataclass(slots=True)
 class Accounting:
-    """Counts of one collection's episodes by outcome. Each attempt counts as an episode.
+    """Counts of episodes by outcome, of one group, one step or one evaluation. Each attempt counts as an episode.
 
     Attributes:
         started: handed to a worker.
@@ -115,17 +117,13 @@ class Accounting:
 
 @dataclass(slots=True)
 class CollectResult:
-    """Result of a collection. ``groups``: one per task, in request order, each with its trajectories by ``sample``."""
+    """Result of a collection.
+
+    Attributes:
+        groups: one per task, in request order, each with its trajectories by ``sample``.
+        seconds: from the request to the last episode.
+    """
 
     groups: list[Group]
     accounting: Accounting
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Progress:
-    """Progress of one collection: trajectories returned and requested, and tokens sampled in the returned ones."""
-
-    done: int
-    total: int
-    tokens: int

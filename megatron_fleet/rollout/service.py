@@ -30,7 +30,7 @@ from megatron_fleet.weight_sync.base import WeightReceiver
 if TYPE_CHECKING:
     from megatron_fleet.agents.chat_client import Dialect
     from megatron_fleet.rollout.actors import ActorSettings
-    from megatron_fleet.rollout.collector import OnEpisodes, OnProgress
+    from megatron_fleet.rollout.collection import OnEpisode
     from megatron_fleet.rollout.engine_slot import Resend
     from megatron_fleet.rollout.pool import Pool
 
@@ -126,24 +126,21 @@ class RolloutService:
             raise RuntimeError("the rollout was not entered")
         await asyncio.shield(self._starting)
 
-    async def collect(
-        self, request: CollectRequest, on_progress: OnProgress | None = None, on_episodes: OnEpisodes | None = None
-    ) -> CollectResult:
+    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult:
         """Play all episodes of ``request``. A failed episode is part of the result.
 
         Concurrent calls share ``rollout.episodes_in_flight``; free capacity goes to the earliest call. Cancelling a
         call stops only its own episodes.
 
         Args:
-            on_progress: called about twice a second, and at the end.
-            on_episodes: called at the same times, with the episodes that ended since the last call.
+            on_episode: called with each episode when it has ended.
 
         Raises:
             RolloutFailed: an engine or a worker died too often.
             EnvironmentFailed: the run's own environment server failed for too long.
         """
         await self.wait_ready()
-        return await self._pool.collector.collect(request, on_progress, on_episodes)
+        return await self._pool.collector.collect(request, on_episode)
 
     async def environment_available(self) -> str | None:
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.

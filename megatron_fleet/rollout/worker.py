@@ -84,7 +84,8 @@ class EpisodeWorker:
                     del self._running[episode]
         lag = self._lag.quantile(0.99)
         trajectories = [_as_trajectory(spec, result) for spec, result in zip(batch, results, strict=True)]
-        for trajectory in trajectories:
+        for spec, trajectory in zip(batch, trajectories, strict=True):
+            trajectory.group, trajectory.sample = spec.group, spec.sample
             trajectory.metrics["loop_lag_p99"] = lag
         return trajectories
 
@@ -147,7 +148,7 @@ def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Tra
 
 
 def _not_played(spec: EpisodeSpec, outcome: Outcome, reason: str) -> Trajectory:
-    return TrajectoryBuilder().build(spec.task, spec.group, spec.sample, outcome, None, reason, None)
+    return TrajectoryBuilder().build(spec.task, outcome, None, reason, None)
 
 
 class LoopLag:

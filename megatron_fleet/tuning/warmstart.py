@@ -151,7 +151,7 @@ def play_demonstration(
     ``whole`` it has no system turn.
     """
     actor = Demonstrator(task, renderer.tokenizer, rng)
-    trajectory = asyncio.run(run_episode(task, 0, 0, actor, actor, renderer, settings, None, task.key))
+    trajectory = asyncio.run(run_episode(task, actor, actor, renderer, settings, None, task.key))
     turns = np.flatnonzero(trajectory.token_ids == renderer.tokenizer.special[IM_START])
     start = 0 if whole else turns[1]
     return imitated(trajectory.token_ids[start:], trajectory.action_mask[start:])

@@ -46,11 +46,11 @@ def play(server, monkeypatch):
         )
         try:
             settings = dataclasses.replace(SETTINGS, **changes)
-            trajectory = await run_chat_episode(task, 4, 2, env, client, settings, seed)
+            trajectory = await run_chat_episode(task, env, client, settings, seed)
         finally:
             await client.close()
         trajectory.check()
-        assert env.closed == 1 and (trajectory.group, trajectory.sample) == (4, 2)
+        assert env.closed == 1
         return trajectory, env
 
     return run

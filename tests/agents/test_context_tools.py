@@ -28,7 +28,7 @@ def play(tokenizer, renderer):
         )
         engine = ScriptedEngine(tokenizer, list(script))
         settings = dataclasses.replace(SETTINGS, agent=agent, max_turns=9)
-        t = await run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s")
+        t = await run_episode(TASK, env, engine, renderer, settings, None, session="s")
         t.check()
         return t, [tokenizer.decode(p) for p in engine.prompts], env
 
@@ -154,7 +154,7 @@ async def test_a_step_that_no_longer_fits_ends_the_episode_as_overflow(tokenizer
         env = ScriptedEnvironment(step_script=[Observation("x")] * 9)
         engine = ScriptedEngine(tokenizer, [long] * 9)
         changed = dataclasses.replace(settings, agent=AgentConfig(step_wise=step_wise, repeat_feedback=None))
-        t = await run_episode(TASK, 0, 0, env, engine, renderer, changed, None, session="s")
+        t = await run_episode(TASK, env, engine, renderer, changed, None, session="s")
         assert max(part.stop - part.start for part in t.segments()) <= 1100 + 400  # the double ignores max_tokens
         turns[step_wise] = t.metrics["turns"], t.outcome
     assert turns[False][0] < turns[True][0] and turns[False][1] is Outcome.CONTEXT_OVERFLOW
@@ -164,6 +164,6 @@ async def test_errors_of_the_environment_are_told_after_the_feedback(play, token
     env = ScriptedEnvironment(step_script=[Observation("", error=ToolError("timeout", "slow"))] * 2)
     engine = ScriptedEngine(tokenizer, [Turn(CALL), Turn(CALL), ANSWER])
     settings = dataclasses.replace(SETTINGS, agent=AgentConfig(repeat_feedback=2))
-    t = await run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s")
+    t = await run_episode(TASK, env, engine, renderer, settings, None, session="s")
     told = PROMPTS.repeated.replace("{times}", "2")
     assert t.messages[5]["content"] == f"{told}\nError (timeout): slow"

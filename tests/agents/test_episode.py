@@ -34,7 +34,7 @@ def play(tokenizer, renderer):
         env = env or ScriptedEnvironment(step_script=[Observation("[1, 2]"), Observation("[3]")])
         engine = ScriptedEngine(tokenizer, list(script))
         settings = dataclasses.replace(SETTINGS, **changes)
-        trajectory = await run_episode(task, 4, 2, env, engine, renderer, settings, seed, session="s")
+        trajectory = await run_episode(task, env, engine, renderer, settings, seed, session="s")
         trajectory.check()
         assert env.closed == 1
         return trajectory, engine, env
@@ -63,7 +63,7 @@ async def test_completed_episode_records_exactly_what_was_sampled(play, tokenize
     opened = "<|im_start|>assistant\n"
     assert observed == f"\n<|im_start|>user\n<tool_response>\n[1, 2]\n</tool_response><|im_end|>\n{opened}"
     assert (t.outcome, t.reward, t.reward_reason, t.final_answer) == (Outcome.COMPLETED, 1.0, "all checks passed", "3")
-    assert (t.task_key, t.env_key, t.group, t.sample) == ("t-1", "desk", 4, 2)
+    assert (t.task_key, t.env_key) == ("t-1", "desk")
     assert env.calls == [ToolCall("search", {"q": "open"})]
     assert env.verified[0] == ("3", t.messages)
     assert [m["role"] for m in t.messages] == ["system", "user", "assistant", "tool", "assistant"]
@@ -303,7 +303,7 @@ async def test_an_engine_that_breaks_the_protocol_is_an_error(play):
 
 async def start(tokenizer, renderer, script, env, **settings):
     engine, settings = ScriptedEngine(tokenizer, script), dataclasses.replace(SETTINGS, **settings)
-    running = asyncio.create_task(run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s"))
+    running = asyncio.create_task(run_episode(TASK, env, engine, renderer, settings, None, session="s"))
     await asyncio.sleep(0.05)
     return running
 

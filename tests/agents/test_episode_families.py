@@ -49,7 +49,7 @@ async def test_an_episode_reads_as_the_template_writes_it(family, thinking, tmp_
     engine = ScriptedEngine(tokenizer, [*script, Turn(answer, stop_token=chat.stops[0])])
     env = ScriptedEnvironment(step_script=[Observation(text) for r in rounds for text in r.shown])
 
-    t = await run_episode(TASK, 0, 0, env, engine, renderer, SETTINGS, 1, session="s")
+    t = await run_episode(TASK, env, engine, renderer, SETTINGS, 1, session="s")
 
     t.check()
     assert (t.outcome, t.final_answer, env.calls) == (Outcome.COMPLETED, "There are 3.", [find, count, count])

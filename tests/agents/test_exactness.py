@@ -150,7 +150,7 @@ def test_what_is_trained_is_what_was_sampled(renderers, name, script, results, a
     limits = dataclasses.replace(
         SETTINGS, agent=agent, max_context=data.draw(st.sampled_from([1500, 2500, 6000])), max_tokens_per_turn=120
     )
-    trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderer, limits, None, "s"))
+    trajectory = asyncio.run(run_episode(TASK, env, engine, renderer, limits, None, "s"))
     trajectory.check()
     seen = list(zip(engine.prompts, engine.generations, strict=True))
     expected = [(prompt, g.token_ids.tolist(), g.logprobs.tolist()) for prompt, g in seen if len(g.token_ids)]
@@ -205,7 +205,7 @@ def test_prompts_rendered_anew_are_the_ones_that_grew(renderers, name, speaker):
         engine = HonestEngine(renderers[name], speaker, script)
         env = ScriptedEnvironment(step_script=[Observation(str(i)) for i in range(3)])
         changed = dataclasses.replace(SETTINGS, agent=AgentConfig(step_wise=step_wise))
-        trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderers[name], changed, None, "s"))
+        trajectory = asyncio.run(run_episode(TASK, env, engine, renderers[name], changed, None, "s"))
         assert trajectory.outcome is Outcome.COMPLETED
         prompts.append(engine.prompts)
     assert prompts[0] == prompts[1] and len(prompts[0]) == 4

@@ -76,7 +76,7 @@ def test_images_stand_where_the_engine_was_told(renderers, thinking, script, fir
     opening = dataclasses.replace(first, content=first.content + TASK.prompt, tools=TOOLS)
     env = ScriptedEnvironment(reset_script=[opening], step_script=list(results))
     limits = dataclasses.replace(SETTINGS, agent=agent, max_context=room, max_tokens_per_turn=120)
-    trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderer, limits, None, "s"))
+    trajectory = asyncio.run(run_episode(TASK, env, engine, renderer, limits, None, "s"))
     trajectory.check()
     assert requests_of(trajectory) == [
         (prompt, g.token_ids.tolist(), g.logprobs.tolist())
@@ -138,7 +138,7 @@ def test_a_policy_that_writes_a_placeholder_ends_its_episode(renderers):
     engine = Writer(renderer, SPEAKERS[False], [Said(Spoken(content="look "))] * 3)
     opening = Observation("Look at [image 1].", TOOLS, images=(make_image(60, 60),))
     env = ScriptedEnvironment(reset_script=[opening])
-    trajectory = asyncio.run(run_episode(TASK, 0, 0, env, engine, renderer, SETTINGS, None, "s"))
+    trajectory = asyncio.run(run_episode(TASK, env, engine, renderer, SETTINGS, None, "s"))
     trajectory.check()
     assert trajectory.outcome is Outcome.WROTE_IMAGE and trajectory.reward == 1.0
     assert len(engine.seen) == 1 and len(trajectory.image_spans) == 1

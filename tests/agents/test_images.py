@@ -36,7 +36,7 @@ def play(renderer, script, reset, steps=(), **changes):
     engine = ScriptedEngine(renderer.tokenizer, list(script))
     env = ScriptedEnvironment(reset_script=[reset], step_script=list(steps))
     limits = dataclasses.replace(SETTINGS, **changes)
-    return engine, asyncio.run(run_episode(TASK, 0, 0, env, engine, renderer, limits, None, "s"))
+    return engine, asyncio.run(run_episode(TASK, env, engine, renderer, limits, None, "s"))
 
 
 def test_placeholders_are_counted_by_the_processors_files(tmp_path):

@@ -33,7 +33,7 @@ def play(tokenizer, renderer):
         env = env or ScriptedEnvironment(step_script=[Observation("[1, 2]")])
         engine = ScriptedEngine(tokenizer, list(script))
         settings = dataclasses.replace(SETTINGS, **changes)
-        trajectory = await make_agent(name)(TASK, 4, 2, env, engine, renderer, settings, 5, "s")
+        trajectory = await make_agent(name)(TASK, env, engine, renderer, settings, 5, "s")
         trajectory.check()
         return trajectory, engine, env
 
@@ -43,7 +43,7 @@ def play(tokenizer, renderer):
 async def test_the_agent_makes_the_first_call_of_a_turn_only(play):
     t, engine, env = await play([Turn(CALL + CALL), Turn("2 <done>")])
     assert env.calls == [ToolCall("search", {"q": "open"})]
-    assert (t.outcome, t.reward, t.final_answer, t.group, t.sample) == (Outcome.COMPLETED, 1.0, "2", 4, 2)
+    assert (t.outcome, t.reward, t.final_answer) == (Outcome.COMPLETED, 1.0, "2")
     first, second = engine.generations
     assert t.token_ids.tolist() == engine.prompts[1] + second.token_ids.tolist()
     assert t.behaviour_logprobs[t.action_mask].tolist() == first.logprobs.tolist() + second.logprobs.tolist()
@@ -69,7 +69,7 @@ async def test_the_agent_ends_with_its_environment(play):
 
 
 async def test_an_agent_that_gives_no_trajectory_is_told_so(play, tmp_path, monkeypatch):
-    arguments = "task, group, sample, env, engine, renderer, settings, seed, session"
+    arguments = "task, env, engine, renderer, settings, seed, session"
     (tmp_path / "agent_without.py").write_text(f"async def play({arguments}): return 'done'\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(TypeError, match=r"^agent\.kind=agent_without:play gave str; it must give a Trajectory$"):
@@ -78,7 +78,7 @@ async def test_an_agent_that_gives_no_trajectory_is_told_so(play, tmp_path, monk
 
 @in_simulated_time
 async def test_an_agent_has_a_deadline(play, tmp_path, monkeypatch):
-    arguments = "task, group, sample, env, engine, renderer, settings, seed, session"
+    arguments = "task, env, engine, renderer, settings, seed, session"
     text = f"import asyncio\nasync def play({arguments}): await asyncio.sleep(1e9)\n"
     (tmp_path / "agent_forever.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)

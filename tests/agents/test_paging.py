@@ -99,7 +99,7 @@ async def test_the_policy_pages_through_what_was_cut(tokenizer, renderer):
     ]
     engine = ScriptedEngine(tokenizer, script)
     settings = dataclasses.replace(SETTINGS, agent=AgentConfig(max_tool_output_chars=300, paging=True))
-    t = await run_episode(TASK, 0, 0, env, engine, renderer, settings, None, session="s")
+    t = await run_episode(TASK, env, engine, renderer, settings, None, session="s")
     shown = [m["content"] for m in t.messages if m["role"] == "tool"]
     cut, page, found, wrong, empty = shown
     more = "view_tool_output(id=1, page=2) shows more"
@@ -119,6 +119,6 @@ async def test_the_policy_pages_through_what_was_cut(tokenizer, renderer):
 async def test_tools_that_are_not_offered_go_to_the_environment(tokenizer, renderer):
     env = ScriptedEnvironment(step_script=[Observation("no such tool")])
     engine = ScriptedEngine(tokenizer, [use("view_tool_output", '{"id": 1, "page": 2}'), Turn("0 <done>")])
-    t = await run_episode(TASK, 0, 0, env, engine, renderer, SETTINGS, None, session="s")
+    t = await run_episode(TASK, env, engine, renderer, SETTINGS, None, session="s")
     assert [call.name for call in env.calls] == ["view_tool_output"] and t.metrics["tool_calls"] == 1
     assert "view_tool_output" not in tokenizer.decode(engine.prompts[0]).split("<tools>")[1].split("</tools>")[0]

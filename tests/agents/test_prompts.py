@@ -50,7 +50,7 @@ async def test_tasks_of_one_environment_share_all_tokens_before_the_task(tokeniz
         env = ScriptedEnvironment()
         env.reset_script[0] = dataclasses.replace(env.reset_script[0], content=prompt)
         engine = ScriptedEngine(tokenizer, [Turn("0 <done>")])
-        await run_episode(task, 0, 0, env, engine, renderer, SETTINGS, None, session="s")
+        await run_episode(task, env, engine, renderer, SETTINGS, None, session="s")
         prompts.append(engine.prompts[0])
     texts = [tokenizer.decode(p) for p in prompts]
     until_task = texts[0].index("Count the tickets.")

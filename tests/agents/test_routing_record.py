@@ -71,7 +71,7 @@ def play(tokenizer, renderer):
         env = ScriptedEnvironment(step_script=[Observation("[1, 2]"), Observation("[3]")])
         engine = MoeEngine(tokenizer, list(SCRIPT), told=told)
         settings = dataclasses.replace(SETTINGS, **{"routing": True} | changes)
-        trajectory = await run_episode(TASK, 4, 2, env, engine, renderer, settings, 5, session="s")
+        trajectory = await run_episode(TASK, env, engine, renderer, settings, 5, session="s")
         trajectory.check()
         return trajectory, engine
 

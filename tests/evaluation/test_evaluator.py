@@ -152,19 +152,17 @@ class Rollout:
         self.requests: list[CollectRequest] = []
         self.batches = 0
 
-    async def collect(self, request, on_progress):
+    async def collect(self, request, on_episode):
         if self.broken:
             raise RuntimeError("engine 0 died")
         self.requests.append(request)
-        collection = Collection(request, 0)
+        collection = Collection(request, 0, on_episode=on_episode)
         while not collection.done:
             await asyncio.sleep(self.seconds)
             self.batches += 1
             for spec in collection.take(self.batch):
                 reward = float(spec.sample % 2) if self.outcome is Outcome.COMPLETED else None
                 collection.ended(spec, played(spec, reward, self.outcome))
-            if on_progress is not None:
-                on_progress(collection.progress())
             if request.budget_s is not None:
                 collection.stop("the budget was over")
         return collection.result(self.took)

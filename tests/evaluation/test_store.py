@@ -41,8 +41,8 @@ class Rollout:
         self.most, self.given_up = most, given_up
         self.specs: list[tuple[str, int, float]] = []
 
-    async def collect(self, request, on_progress, on_episodes):
-        collection, reported = Collection(request, max_retries=0), 0
+    async def collect(self, request, on_episode):
+        collection = Collection(request, max_retries=0, on_episode=on_episode)
         while not collection.done:
             (spec,) = collection.take(1)
             if len(self.specs) == self.most:
@@ -53,10 +53,6 @@ class Rollout:
                 collection.ended(spec, played(spec, Outcome.ABORTED, None))
                 break
             collection.ended(spec, played(spec))
-            if len(self.specs) % 3 == 0:
-                on_episodes(collection.kept(reported))
-                reported = len(collection.kept(0))
-                on_progress(collection.progress())
         return collection.result(1.0)
 
 
@@ -161,12 +157,12 @@ def test_a_part_that_was_removed_gives_its_number_to_none_that_is_there(tmp_path
     """As a damaged one is, which the message says."""
     store = EpisodeStore(tmp_path, OF, TASKS)
     for sample in range(2):
-        store.add("sampled", [played(EpisodeSpec(TASKS[0], 0, sample, 0, 1.0))])
+        store.add("sampled", played(EpisodeSpec(TASKS[0], 0, sample, 0, 1.0)))
         store.flush()
     (tmp_path / "parts" / "sampled-000000.parquet").write_text("damaged")
     with pytest.raises(UserError, match=r"sampled-000000\.parquet: is damaged .*remove it"):
         store.played("sampled", 4)
     (tmp_path / "parts" / "sampled-000000.parquet").unlink()
-    store.add("sampled", [played(EpisodeSpec(TASKS[1], 1, 0, 0, 1.0))])
+    store.add("sampled", played(EpisodeSpec(TASKS[1], 1, 0, 0, 1.0)))
     store.flush()
     assert sorted(store.played("sampled", 4)) == [(0, 1), (1, 0)]

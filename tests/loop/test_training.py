@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -305,10 +306,10 @@ async def test_an_own_environment_server_that_keeps_failing_is_an_outage(tmp_pat
     run = Run(tmp_path / "run", "checkpoint.interval=10")
     collect = run.rollout.collect
 
-    async def failing(request, **callbacks):
+    async def failing(request, on_episode=None):
         if request.step == 1:
             raise EnvironmentFailed("the environment server died 9 times")
-        return await collect(request, **callbacks)
+        return await collect(request, on_episode)
 
     run.rollout.collect = failing
     with pytest.raises(UserError, match="the environment server died 9 times"):
@@ -339,12 +340,12 @@ async def test_a_restarted_engine_is_sent_the_weights_again(tmp_path):
     run = Run(tmp_path, "rollout.engine.colocated=true", "run.steps=2")
     restarted, collect = FakeEngines(VOCABULARY, []), run.rollout.collect
 
-    async def losing_an_engine(request, **callbacks):
-        if request.step == 1:
+    async def losing_an_engine(request, on_episode=None):
+        if (request.step, request.first) == (1, 0):
             run.calls.append("engine lost")
             await run.rollout.resend(restarted, 1)
             run.calls.append("engine back")
-        return await collect(request, **callbacks)
+        return await collect(request, on_episode)
 
     run.rollout.collect = losing_an_engine
     await run.go()
@@ -401,16 +402,15 @@ async def test_groups_that_are_too_old_are_played_again_and_counted(tmp_path):
     spans = run.rollout._episode
 
     def one_is_old(request, group, sample, weights, version, known):
-        fresh = any(r is not request and r.step == request.step for r in run.rollout.requests[:-1])
-        old = request.step == 2 and group == 1 and not fresh
+        before = [r for r in run.rollout.requests if r is not request and (r.step, r.first) == (2, 1)]
+        old = (request.step, group) == (2, 1) and not before
         return spans(request, group, sample, weights, version - 5 * old, known)
 
     run.rollout._episode = one_is_old
     await run.go()
     assert [row["accounting/attempts_stale"] for row in run.rows()] == [0, 0, 4, 0]
     assert [row["async/staleness_max"] <= 1 for row in run.rows()] == [True] * 4
-    again = [request for request in run.rollout.requests if request.step == 2]
-    assert [len(request.tasks) for request in again] == [4, 1]
+    assert [request.first for request in run.rollout.requests if request.step == 2] == [0, 1, 2, 3, 1]
     rows = Shard.open(tmp_path / "trajectories" / "step_000003.parquet").records()
     assert [row["group"] for row in rows] == [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
 
@@ -426,6 +426,13 @@ async def test_engines_that_stay_behind_end_the_run(tmp_path):
         await run.go()
 
 
+def tasks_by_step(requests):
+    found = defaultdict(list)
+    for request in requests:
+        found[request.step] += [task.key for task in request.tasks]
+    return dict(found)
+
+
 async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
     run = Run(
         tmp_path, "algorithm=importance_weighted", "rollout.max_staleness=2", "run.steps=8", "checkpoint.interval=2"
@@ -437,10 +444,10 @@ async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    before = {request.step: [t.key for t in request.tasks] for request in run.rollout.requests}
+    before = tasks_by_step(run.rollout.requests)
     run.fresh()
     await run.go()
-    after = {request.step: [t.key for t in request.tasks] for request in run.rollout.requests}
+    after = tasks_by_step(run.rollout.requests)
     assert min(after) == 4
     assert {step: before[step] for step in (4, 5)} == {step: after[step] for step in (4, 5)}
     played = {**before, **after}

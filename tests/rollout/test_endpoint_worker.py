@@ -86,12 +86,12 @@ def make_collector(server, places=3, max_retries=2):
 
 
 async def collect(server, tasks, samples=2, budget_s=None, seed=1, **limits):
-    collector, reports = make_collector(server, **limits), []
+    collector = make_collector(server, **limits)
     tasks = [Task(f"{key}-{i}", TASK.prompt, "desk", "") for i, key in enumerate(tasks)]
     request = CollectRequest(0, tasks, samples, 0.7, "eval", seed, budget_s)
     ended = []
-    result = await collector.collect(request, reports.append, ended.extend)
-    assert len(ended) == reports[-1].done == reports[-1].total
+    result = await collector.collect(request, ended.append)
+    assert sorted((t.group, t.sample) for t in ended) == [(g, s) for g in range(len(tasks)) for s in range(samples)]
     return result, collector.dead
 
 

@@ -107,8 +107,10 @@ class WorkerOf:
 
     def __init__(self, server: FakeServer):
         self._server = server
+        self.batches: list[list[int]] = []
 
     async def run(self, specs):
+        self.batches.append([spec.collection for spec in specs])
         return [played(spec, 1.0 if self._server.reason is None else None) for spec in specs]
 
     async def abort(self, number):
@@ -124,6 +126,25 @@ async def test_episodes_handed_out_to_a_server_that_just_died_are_lost_with_it_a
     result = await asyncio.wait_for(collector.collect(request(tasks=2, samples=2)), HANG_S)
     counts = result.accounting
     assert (counts.known, counts.aborted, counts.retried, environments.losses) == (4, 4, 0, 1)
+    await environments.close()
+
+
+async def test_groups_share_the_batches_of_workers_and_one_that_fails_fails_alone(fake):
+    environments = slot()
+    await environments.start()
+    worker = WorkerOf(fake)
+    collector = Collector(rollout_config(Path("none"), episodes_in_flight=64), [], [worker], environments)
+
+    def failing(trajectory):
+        raise OSError("the disk is full")
+
+    groups = [collector.collect(request(tasks=1, samples=3), failing if i == 1 else None) for i in range(8)]
+    results = await asyncio.wait_for(asyncio.gather(*groups, return_exceptions=True), HANG_S)
+    assert [type(result).__name__ for result in results] == ["CollectResult", "OSError", *["CollectResult"] * 6]
+    assert all(result.accounting.known == 3 for result in results if not isinstance(result, OSError))
+    # 24 episodes wait: a batch holds an eighth of them, so it ends where a group does or within the next one.
+    assert worker.batches[0] == [0, 0, 0] and sum(map(len, worker.batches)) == 24
+    assert any(len(set(batch)) > 1 for batch in worker.batches)
     await environments.close()
 
 

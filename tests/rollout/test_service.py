@@ -24,7 +24,6 @@ from waiting import wait_until
 
 from megatron_fleet.agents.engine import EngineLost, SamplingParams
 from megatron_fleet.cluster.janitor import marked
-from megatron_fleet.rollout import collector
 
 pytestmark = pytest.mark.slow
 
@@ -175,7 +174,7 @@ def test_an_update_changes_what_is_said_and_the_version(rollout):
 
 def test_groups_come_in_order_and_repeat_with_their_seed(rollout):
     seen = []
-    first, second = rollout.collect(on_progress=seen.append), rollout.collect()
+    first, second = rollout.collect(on_episode=seen.append), rollout.collect()
     assert first.accounting.started == first.accounting.known == 16
     assert [g.index for g in first.groups] == [0, 1, 2, 3]
     for one, two in zip(first.groups, second.groups, strict=True):
@@ -186,7 +185,7 @@ def test_groups_come_in_order_and_repeat_with_their_seed(rollout):
             assert {s.weight_version for s in x.spans if s.kind == "action"} == {rollout.version}
     firsts = [tuple(t.token_ids[t.action_mask][:8]) for g in first.groups for t in g.trajectories]
     assert len(set(firsts)) > 8  # samples of a group differ
-    assert all(0 <= p.done <= p.total == 16 for p in seen) and seen[-1].done == 16
+    assert sorted((t.group, t.sample) for t in seen) == [(g, s) for g in range(4) for s in range(4)]
 
 
 def assert_equal(one, two):
@@ -197,15 +196,14 @@ def assert_equal(one, two):
             assert (x.reward, x.outcome) == (y.reward, y.outcome)
 
 
-def test_two_collections_share_the_places_and_give_what_each_gives_alone(rollout, monkeypatch):
+def test_two_collections_share_the_places_and_give_what_each_gives_alone(rollout):
     big, small = request(tasks=8, samples=8), request(tasks=4, samples=2, purpose="eval")
     alone = [rollout.run(rollout.service.collect(one)) for one in (big, small)]
-    monkeypatch.setattr(collector, "PROGRESS_INTERVAL_S", 0.01)  # episodes are told of in the order of their ends
     order = []
 
     async def both():
         async def play(name, one):
-            result = await rollout.service.collect(one, None, lambda ended: order.extend([name] * len(ended)))
+            result = await rollout.service.collect(one, lambda _: order.append(name))
             order.append(f"{name} ended")
             return result
 
@@ -225,7 +223,7 @@ def test_cancelling_a_collection_stops_its_episodes_and_no_others(rollout):
 
     async def play():
         service, ended = rollout.service, []
-        unwanted = asyncio.create_task(service.collect(request(tasks=8, samples=320), None, ended.extend))
+        unwanted = asyncio.create_task(service.collect(request(tasks=8, samples=320), ended.append))
         while not ended:
             await asyncio.sleep(0.01)
         other = asyncio.create_task(service.collect(request(samples=2)))
@@ -248,11 +246,11 @@ def test_cancelling_a_collection_stops_its_episodes_and_no_others(rollout):
 
 
 def test_a_callback_that_fails_ends_its_collection_alone(rollout):
-    def fail(progress):
+    def fail(trajectory):
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="disk is full"):
-        rollout.collect(tasks=8, samples=8, on_progress=fail)
+        rollout.collect(tasks=8, samples=8, on_episode=fail)
     assert rollout.collect().accounting.known == 16
 
 
@@ -326,9 +324,9 @@ def test_an_environment_that_cannot_be_had_is_said_so(rollout):
 
 def killed_while_playing(rollout, pid: int):
     """Results of 64 episodes when a process is killed as soon as some of them have ended and others are played."""
-    playing = rollout.begin(rollout.service.collect(request(tasks=8, samples=8)))
-    running = rollout.service._pool.collector._running
-    wait_until(lambda: running and running[0].collection.progress().done > 0)
+    ended = []
+    playing = rollout.begin(rollout.service.collect(request(tasks=8, samples=8), ended.append))
+    wait_until(lambda: ended)
     os.kill(pid, signal.SIGKILL)
     return playing.result(TIMEOUT_S)
 

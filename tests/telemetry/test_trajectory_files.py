@@ -79,7 +79,7 @@ def test_an_evaluation_that_goes_on_keeps_its_images(tmp_path):
     tasks = [Task("t-1", "p", "shop")]
     store = EpisodeStore(tmp_path, {}, tasks)
     first = seen()
-    store.add("eval", [first])
+    store.add("eval", first)
     store.flush()
     assert not first.images, "the files are on disk, the bytes are not held"
     again = EpisodeStore(tmp_path, {}, tasks).played("eval", 1)[0, 0]

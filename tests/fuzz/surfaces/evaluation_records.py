@@ -28,9 +28,10 @@ OF = {"run": {"seed": 0}, "model": {"path": "m"}}
 def seeds() -> list[Any]:
     with TemporaryDirectory() as place:
         store = EpisodeStore(Path(place), OF, TASKS)
-        store.add("sampled", [trajectory("t0", sample=s, reward=float(s)) for s in range(2)])
+        for sample in range(2):
+            store.add("sampled", trajectory("t0", sample=sample, reward=float(sample)))
         store.flush()
-        store.add("sampled", [trajectory("t1", sample=0, reward=None)])
+        store.add("sampled", trajectory("t1", sample=0, reward=None))
         store.flush()
         RunFolder(Path(place), "run").close()
         files = folders.read(Path(place))
@@ -52,7 +53,7 @@ def check(tree: Any, folder: Path) -> bool:
         EvalDumps(folder / "fresh" / "dumps", lambda ids: " ".join(map(str, ids)), 10, None).write(
             0, found, [], metrics
         )
-        store.add("sampled", [trajectory("t1", sample=1)])
+        store.add("sampled", trajectory("t1", sample=1))
         store.flush()
         return bool(played)
     return False
