@@ -14,8 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_fleet"
 MEASURES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (
-        "checkpoint", "storage/transfer.py", "storage/local.py", "storage/s3.py", "trainer/megatron/saving.py",
-        "trainer/megatron/state.py", "trainer/megatron/shard_reader.py", "weights/torch_dist",
+        "checkpoint", "storage/transfer.py", "storage/local.py", "storage/remote.py", "storage/s3.py",
+        "trainer/megatron/saving.py", "trainer/megatron/state.py", "trainer/megatron/shard_reader.py",
+        "weights/torch_dist",
     ),
     "controller": (
         "cluster/frames.py", "trainer/group.py", "trainer/links.py", "trainer/messages.py", "trainer/packing",
@@ -39,12 +40,12 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
         "rollout/sampler.py", "rollout/service.py", "rollout/worker.py",
     ),
     "staleness": ("loop/batches.py", "loop/train.py", "rollout/collector.py", "algorithms"),
-    "storage": ("storage/direct.py", "storage/local.py", "storage/s3.py"),
+    "storage": ("storage/direct.py", "storage/local.py", "storage/remote.py", "storage/s3.py"),
     "train_step": (
         "trainer/megatron/build.py", "trainer/megatron/logprob.py", "trainer/megatron/logprob_torch.py",
         "trainer/megatron/policy.py", "trainer/megatron/step.py", "trainer/packing/pack.py",
     ),
-    "transfers": ("storage/transfer.py", "storage/local.py", "storage/s3.py"),
+    "transfers": ("storage/transfer.py", "storage/local.py", "storage/remote.py", "storage/s3.py"),
     "two_runs": ("cluster/launcher.py",),
     "verdicts": (
         "embedded_fleet/sandbox.py", "embedded_fleet/verifier_client.py", "embedded_fleet/verifier_host.py",

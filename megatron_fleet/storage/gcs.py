@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import base64
 import functools
-import logging
 import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator
@@ -28,17 +27,17 @@ import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.network import go_direct
-from megatron_fleet.storage.folder import Parts, check_name
+from megatron_fleet.storage.folder import check_name
 from megatron_fleet.storage.local import UNFINISHED, is_unfinished
 from megatron_fleet.storage.remote import (
-    BODY_ATTEMPTS,
     NO_BUCKET,
     NO_FILE,
-    PIECE,
     UPLOAD_REMOVED,
-    broken_too_often,
+    Answer,
+    Exists,
+    RemoteFolder,
+    RemoteWriter,
     denied,
-    pause,
     retried,
 )
 
@@ -72,16 +71,10 @@ WORKERS = 16
 """Requests under way at a time when many objects are joined or removed."""
 TRY_AGAIN = {408, 429, 500, 502, 503, 504}
 """Statuses of refusals that may be none the next time."""
-BROKEN = (
-    requests.ConnectionError,
-    requests.Timeout,
-    requests.exceptions.ChunkedEncodingError,
-    urllib3.exceptions.HTTPError,
-    OSError,
-)
+BROKEN = (urllib3.exceptions.HTTPError, OSError)
+"""All of requests' own errors are OSErrors."""
 
 T = TypeVar("T")
-log = logging.getLogger(__name__)
 
 
 def connect() -> storage.Client:
@@ -161,37 +154,25 @@ def _transient(error: Exception) -> bool:
     return isinstance(error, (*BROKEN, auth_exceptions.TransportError, _Damaged))
 
 
-class GCSFolder:
+class GCSFolder(RemoteFolder):
     """``Folder`` in Google Cloud Storage."""
 
-    def __init__(self, bucket: str, prefix: str) -> None:
-        """Create a client; sends no request to the store yet.
+    broken = BROKEN
 
-        Args:
-            prefix: without slashes around it; empty = the whole bucket.
-        """
-        self._prefix = f"{prefix}/" if prefix else ""
-        self.url = f"gs://{bucket}/{prefix}"
-        self._root = f"gs://{bucket}/{self._prefix}"
+    def __init__(self, bucket: str, prefix: str) -> None:
+        """Create a client; sends no request to the store yet. Args: see `RemoteFolder`."""
+        super().__init__("gs", bucket, prefix)
         self._client = connect()
         with store_errors_as_user_error(self.url):
             self._bucket = self._client.bucket(bucket)
         host = os.environ.get("STORAGE_EMULATOR_HOST") or self._client.api_endpoint
         self._media = f"{host.rstrip('/')}/download/storage/v1/b/{quote(bucket, safe='')}/o/"
 
-    def join(self, name: str) -> str:
-        return self._root + check_name(name)
-
-    def sizes(self) -> dict[str, int]:
-        return {name: int(blob.size) for name, blob in self._files()}
-
-    def versions(self) -> dict[str, str]:
-        return {name: str(blob.generation) for name, blob in self._files()}
-
-    def _files(self) -> list[tuple[str, storage.Blob]]:
-        # Consoles represent a folder by an object whose name ends with a slash.
-        listed = self._listed("")
-        return [(n, listed[n]) for n in sorted(listed) if n and not n.endswith("/") and not _is_part(n)]
+    def _files(self) -> Iterator[tuple[str, int, str]]:
+        for name, blob in self._listed("").items():
+            # Consoles represent a folder by an object whose name ends with a slash.
+            if name and not name.endswith("/") and not _is_part(name):
+                yield name, int(blob.size), str(blob.generation)
 
     def _listed(self, below: str) -> dict[str, storage.Blob]:
         """All objects whose names begin with ``below``, those of unfinished files too."""
@@ -209,46 +190,13 @@ class GCSFolder:
         return self._ask(self.url, pages, missing=NO_BUCKET)
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, ``None`` when there is none."""
         found = self._ask(
             self.join(name), lambda: self._bucket.get_blob(self._key(name), timeout=TIMEOUT_S, retry=None)
         )
         return None if found is None else int(found.size)
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        if length is None:
-            size = self.size(name)
-            if size is None:
-                raise UserError(f"{self.join(name)}: {NO_FILE}")
-            length = max(size - offset, 0)
-        data = bytearray(length)
-        self.read_into(name, offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
-        done, generation = 0, None
-        broken: Exception | None = None
-        for attempt in range(BODY_ATTEMPTS if len(view) else 0):
-            pause(attempt)
-            answer = self._get(name, offset + done, len(view) - done, generation)
-            generation = answer.headers.get("X-Goog-Generation")
-            try:
-                with answer:
-                    while done < len(view):
-                        count = answer.raw.readinto(view[done : done + PIECE])
-                        if not count:
-                            raise urllib3.exceptions.ProtocolError("the answer is too short")
-                        done += count
-                    return
-            except BROKEN as e:
-                broken = e
-        if broken:
-            raise broken_too_often(self.join(name), broken)
-
-    def _get(self, name: str, offset: int, length: int, generation: str | None) -> requests.Response:
-        """Open a stream of exactly these bytes of the object, which must be of this generation if one is given."""
-        query = {"alt": "media"} | ({"generation": generation} if generation else {})
+    def _get(self, name: str, offset: int, length: int, version: str | None) -> Answer:
+        query = {"alt": "media"} | ({"generation": version} if version else {})
 
         def get() -> requests.Response:
             answer = self._client._http.get(
@@ -265,29 +213,13 @@ class GCSFolder:
 
         changed = "another file has replaced this one meanwhile; read it again."
         try:
-            answer = self._ask(self.join(name), get, missing=changed if generation else NO_FILE)
+            answer = self._ask(self.join(name), get, missing=changed if version else NO_FILE)
         except _Unsatisfiable:
             raise self._too_short(name, offset + length) from None
-        if int(answer.headers["Content-Length"]) != length:
-            answer.close()
-            raise self._too_short(name, offset + length)
-        return answer
+        return _body(answer), int(answer.headers["Content-Length"]), answer.headers.get("X-Goog-Generation")
 
-    def _too_short(self, name: str, end: int) -> UserError:
-        return UserError(
-            f"{self.join(name)}: has {self.size(name)} bytes and byte {end} was asked for; upload it again."
-        )
-
-    def write(self, name: str, data: bytes) -> None:
-        self._upload(self.join(name), self._key(name), data)
-
-    def write_new(self, name: str, data: bytes) -> bool:
-        try:
-            self._upload(self.join(name), self._key(name), data, only_new=True)
-        except _Exists:
-            # A request that was answered too late is sent twice: the second finds what the first has written.
-            return self.read(name) == data
-        return True
+    def _put(self, name: str, data: bytes, only_new: bool) -> None:
+        self._upload(self.join(name), self._key(name), data, only_new)
 
     def _upload(self, url: str, key: str, data: bytes, only_new: bool = False) -> int:
         """Write an object, whose checksum the store compares; returns its generation."""
@@ -322,7 +254,6 @@ class GCSFolder:
         self._remove(self._listed(""))
 
     def abort_uploads(self) -> None:
-        """Remove the parts of every unfinished file below the folder: of killed writers, but also of living ones."""
         self._remove(name for name in self._listed("") if _is_part(name))
 
     def _remove(self, names: Iterable[str]) -> None:
@@ -334,9 +265,6 @@ class GCSFolder:
 
         _parallel(lambda name: self._ask(self._root + name, lambda: remove(name)), names)
 
-    def _key(self, name: str) -> str:
-        return self._prefix + check_name(name)
-
     @staticmethod
     def _ask(url: str, request: Callable[[], T], missing: str = NO_FILE) -> T:
         """Send a request, again where that may help; returns the answer."""
@@ -344,15 +272,11 @@ class GCSFolder:
             try:
                 return retried(request, _transient, ATTEMPTS)
             except exceptions.PreconditionFailed:
-                raise _Exists(f"{url}: is there already.") from None
+                raise Exists(f"{url}: is there already.") from None
             except _Damaged:
                 raise UserError(f"{url}: the bytes are damaged on the way each time; check the network.") from None
             except exceptions.RequestRangeNotSatisfiable:
                 raise _Unsatisfiable(f"{url}: is shorter.") from None
-
-
-class _Exists(UserError):
-    """A file that must be new is there."""
 
 
 class _Damaged(Exception):
@@ -363,48 +287,23 @@ class _Unsatisfiable(UserError):
     """A file ends before the first byte that was asked for."""
 
 
-class GCSWriter:
+class GCSWriter(RemoteWriter):
     """``FileWriter`` of an object: one object per part, joined by the store, which checks the CRC32C of each."""
 
+    _folder: GCSFolder
+
     def __init__(self, folder: GCSFolder, name: str, size: int) -> None:
-        self.part = PART
-        self._folder = folder
-        self._name = check_name(name)
-        self._url = folder.join(name)
-        self._size = size
-        self._parts = Parts(self._url, size, self.part)
+        super().__init__(folder, name, size, PART)
         final = PurePosixPath(name)
         self._place = str(final.with_name(f".{final.name}.{secrets.token_hex(8)}{UNFINISHED}"))
         self._sent: dict[int, tuple[str, int]] = {}
         """Name and generation of the object of each part."""
-        self._open = True
         # What cannot be written is refused here, as a multipart upload is on S3, and not after the first part was read.
         folder._upload(self._url, folder._prefix + f"{self._place}/begun", b"")
 
-    def write_at(self, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
-        index = self._parts.index(offset, len(view))
+    def _send(self, index: int, data: bytes) -> None:
         name = f"{self._place}/0-{index:07d}"
-        self._sent[index] = name, self._folder._upload(self._url, self._folder._prefix + name, bytes(view))
-        self._parts.wrote(index)
-
-    def commit(self) -> None:
-        self._parts.require_all()
-        if self._size:
-            self._join()
-        else:
-            self._folder.write(self._name, b"")
-        self._open = False
-        stored = self._folder.size(self._name)
-        if stored != self._size:
-            self._folder.delete(self._name)
-            self._remove_parts()
-            raise UserError(f"{self._url}: the store holds {stored} bytes of {self._size}; write the file again.")
-        try:
-            self._remove_parts()
-        except UserError as e:
-            # The file is whole; its parts are removed with those of killed writers when the folder is committed.
-            log.warning("parts of a finished file stay in the store: %s", e)
+        self._sent[index] = name, self._folder._upload(self._url, self._folder._prefix + name, data)
 
     def _join(self) -> None:
         """Join the parts in order, level by level, the last time to the file itself."""
@@ -434,13 +333,14 @@ class GCSWriter:
 
         return self._folder._ask(self._url, compose, missing=UPLOAD_REMOVED)
 
-    def abort(self) -> None:
-        if self._open:
-            self._remove_parts()
-            self._open = False
-
     def _remove_parts(self) -> None:
         self._folder._remove(self._folder._listed(f"{self._place}/"))
+
+
+@contextmanager
+def _body(answer: requests.Response) -> Iterator[Any]:
+    with answer:
+        yield answer.raw
 
 
 def _is_part(name: str) -> bool:

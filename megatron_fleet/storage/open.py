@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, is_path
 from megatron_fleet.storage.local import LocalFolder
+from megatron_fleet.storage.remote import RemoteFolder
 from megatron_fleet.storage.staging import LocalStaging, Staging, StoreStaging
-
-if TYPE_CHECKING:
-    from megatron_fleet.storage.gcs import GCSFolder
-    from megatron_fleet.storage.s3 import S3Folder
 
 
 def open_folder(url: str | Path, *, cached: bool = False) -> Folder:
@@ -54,7 +50,7 @@ def open_staging(url: str | Path, marker: str) -> Staging:
     return LocalStaging(Path(url), marker) if remote is None else StoreStaging(remote, marker)
 
 
-def _open_remote(url: str | Path) -> S3Folder | GCSFolder | None:
+def _open_remote(url: str | Path) -> RemoteFolder | None:
     """Open the folder at an address in an object store, ``None`` for a local one."""
     scheme, found, rest = str(url).partition("://")
     if not found:

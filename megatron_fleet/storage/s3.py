@@ -15,23 +15,24 @@ import hashlib
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import urllib3.exceptions
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.network import go_direct, proxy_of, through_proxy
-from megatron_fleet.storage.folder import PART, Parts, check_name
+from megatron_fleet.storage.folder import PART
 from megatron_fleet.storage.remote import (
-    BODY_ATTEMPTS,
     NO_BUCKET,
     NO_FILE,
     PIECE,
     UPLOAD_REMOVED,
-    broken_too_often,
+    Answer,
+    Exists,
+    RemoteFolder,
+    RemoteWriter,
     denied,
-    pause,
     retried,
 )
 
@@ -162,31 +163,18 @@ def _meaning(error: exceptions.ClientError) -> str:
     return f"the store refuses the {error.operation_name} request ({code}, HTTP {status}: {message})."
 
 
-class S3Folder:
-    """``Folder`` on S3."""
+class S3Folder(RemoteFolder):
+    """``Folder`` on S3; ``write_new`` needs a store with conditional writes (``If-None-Match``)."""
+
+    broken = BROKEN
 
     def __init__(self, bucket: str, prefix: str) -> None:
-        """Create a client; sends no request yet.
-
-        Args:
-            prefix: without slashes around it; empty = the whole bucket.
-        """
+        """Create a client; sends no request yet. Args: see `RemoteFolder`."""
+        super().__init__("s3", bucket, prefix)
         self._bucket = bucket
-        self._prefix = f"{prefix}/" if prefix else ""
-        self.url = f"s3://{bucket}/{prefix}"
         self._client = connect()
 
-    def join(self, name: str) -> str:
-        return f"s3://{self._bucket}/{self._prefix}{check_name(name)}"
-
-    def sizes(self) -> dict[str, int]:
-        return {name: entry["Size"] for name, entry in self._listed()}
-
-    def versions(self) -> dict[str, str]:
-        return {name: entry["ETag"] for name, entry in self._listed()}
-
-    def _listed(self) -> list[tuple[str, dict[str, Any]]]:
-        found = []
+    def _files(self) -> Iterator[tuple[str, int, str]]:
         with store_errors_as_user_error(self.url):
             for page in self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
@@ -194,11 +182,9 @@ class S3Folder:
                 for entry in page.get("Contents", []):
                     # Consoles represent a folder by an object whose key ends with a slash.
                     if not entry["Key"].endswith("/"):
-                        found.append((entry["Key"].removeprefix(self._prefix), entry))
-        return sorted(found, key=lambda item: item[0])
+                        yield entry["Key"].removeprefix(self._prefix), entry["Size"], entry["ETag"]
 
     def size(self, name: str) -> int | None:
-        """Bytes of a file, ``None`` when there is none."""
         with store_errors_as_user_error(self.join(name)):
             try:
                 return int(self._client.head_object(**self._at(name))["ContentLength"])
@@ -207,52 +193,31 @@ class S3Folder:
                     raise
                 return None
 
-    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
-        if length is None:
-            size = self.size(name)
-            if size is None:
-                raise UserError(f"{self.join(name)}: {NO_FILE}")
-            length = max(size - offset, 0)
-        data = bytearray(length)
-        self.read_into(name, offset, memoryview(data))
-        return bytes(data)
-
-    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
-        done, etag = 0, None
-        broken: Exception | None = None
-        for attempt in range(BODY_ATTEMPTS if len(view) else 0):
-            pause(attempt)
-            body, etag = self._get(name, offset + done, len(view) - done, etag)
-            try:
-                while done < len(view):
-                    done += body.readinto(view[done : done + PIECE])
-                return
-            except BROKEN as e:
-                broken = e
-            finally:
-                body.close()
-        if broken:
-            raise broken_too_often(self.join(name), broken)
-
-    def write(self, name: str, data: bytes) -> None:
-        with store_errors_as_user_error(self.join(name)):
-            send(self._client.put_object, **self._at(name), Body=data, **self._checksum(data))
-
-    def write_new(self, name: str, data: bytes) -> bool:
-        """See `Folder.write_new`; the store must support conditional writes (``If-None-Match``)."""
+    def _get(self, name: str, offset: int, length: int, version: str | None) -> Answer:
+        span = f"bytes={offset}-{offset + length - 1}"
         with store_errors_as_user_error(self.join(name)):
             try:
-                send(self._client.put_object, **self._at(name), Body=data, **self._checksum(data), IfNoneMatch="*")
+                response = self._client.get_object(
+                    **self._at(name), Range=span, **({"IfMatch": version} if version is not None else {})
+                )
             except exceptions.ClientError as e:
-                if error_code(e) not in ("PreconditionFailed", "412"):
+                if error_code(e) in ("InvalidRange", "416"):
+                    raise self._too_short(name, offset + length) from None
+                raise
+        return closing(response["Body"]), response["ContentLength"], response["ETag"]
+
+    def _put(self, name: str, data: bytes, only_new: bool) -> None:
+        condition = {"IfNoneMatch": "*"} if only_new else {}
+        with store_errors_as_user_error(self.join(name)):
+            try:
+                send(self._client.put_object, **self._at(name), Body=data, **_checksum(self._client, data), **condition)
+            except exceptions.ClientError as e:
+                if not only_new or error_code(e) not in ("PreconditionFailed", "412"):
                     raise
-                # A request that was answered too late is sent twice: the second finds what the first has written.
-                return self.read(name) == data
-        return True
+                raise Exists(f"{self.join(name)}: is there already.") from None
 
     def create(self, name: str, size: int) -> S3Writer:
-        return S3Writer(self, self._client, self._at(name), name, size)
+        return S3Writer(self, name, size)
 
     def delete(self, name: str) -> None:
         with store_errors_as_user_error(self.join(name)):
@@ -267,11 +232,10 @@ class S3Folder:
                     self._client.delete_object(**self._at(name))
                 return
             for at in range(0, len(names), MOST_KEYS):
-                keys = [{"Key": self._at(name)["Key"]} for name in names[at : at + MOST_KEYS]]
+                keys = [{"Key": self._key(name)} for name in names[at : at + MOST_KEYS]]
                 self._client.delete_objects(Bucket=self._bucket, Delete={"Objects": keys, "Quiet": True})
 
     def abort_uploads(self) -> None:
-        """Abort every unfinished upload below the folder: those of killed writers, but also of living ones."""
         with store_errors_as_user_error(self.url):
             pages = self._client.get_paginator("list_multipart_uploads").paginate(
                 Bucket=self._bucket, Prefix=self._prefix
@@ -280,88 +244,40 @@ class S3Folder:
                 for upload in page.get("Uploads", []):
                     _abort(self._client, {"Bucket": self._bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]})
 
-    def _checksum(self, data: bytes) -> dict[str, str]:
-        return _checksum(self._client, data)
-
     def _at(self, name: str) -> dict[str, str]:
-        return {"Bucket": self._bucket, "Key": self._prefix + check_name(name)}
-
-    def _get(self, name: str, offset: int, length: int, etag: str | None) -> tuple[Any, str]:
-        """Open a stream of exactly these bytes and return it with the object's ETag, which must equal ``etag`` if
-        given.
-        """
-        span = f"bytes={offset}-{offset + length - 1}"
-        with store_errors_as_user_error(self.join(name)):
-            try:
-                response = self._client.get_object(
-                    **self._at(name), Range=span, **({"IfMatch": etag} if etag is not None else {})
-                )
-            except exceptions.ClientError as e:
-                if error_code(e) in ("InvalidRange", "416"):
-                    raise self._too_short(name, offset + length) from None
-                raise
-        if response["ContentLength"] != length:
-            response["Body"].close()
-            raise self._too_short(name, offset + length)
-        return response["Body"], response["ETag"]
-
-    def _too_short(self, name: str, end: int) -> UserError:
-        return UserError(
-            f"{self.join(name)}: has {self.size(name)} bytes and byte {end} was asked for; upload it again."
-        )
+        return {"Bucket": self._bucket, "Key": self._key(name)}
 
 
-class S3Writer:
+class S3Writer(RemoteWriter):
     """``FileWriter`` of an object: a multipart upload. The store checks the CRC32, or MD5, of every part."""
 
-    def __init__(self, folder: S3Folder, client: Any, at: dict[str, str], name: str, size: int) -> None:
-        self.part = part_bytes(size)
-        self._folder = folder
-        self._client = client
-        self._name = name
-        self._url = folder.join(name)
-        self._size = size
-        self._parts = Parts(self._url, size, self.part)
+    def __init__(self, folder: S3Folder, name: str, size: int) -> None:
+        super().__init__(folder, name, size, part_bytes(size))
+        self._client = folder._client
         self._sent: dict[int, dict[str, Any]] = {}
-        self._open = True
+        at = folder._at(name)
         with store_errors_as_user_error(self._url):
-            algorithm = {} if _only_md5(client) else {"ChecksumAlgorithm": "CRC32"}
-            created = client.create_multipart_upload(**at, **algorithm)
+            algorithm = {} if _only_md5(self._client) else {"ChecksumAlgorithm": "CRC32"}
+            created = self._client.create_multipart_upload(**at, **algorithm)
         self._upload = {**at, "UploadId": created["UploadId"]}
 
-    def write_at(self, offset: int, buffer: memoryview) -> None:
-        view = buffer.cast("B")
-        index = self._parts.index(offset, len(view))
-        data = bytes(view)
+    def _send(self, index: int, data: bytes) -> None:
         checksum = _checksum(self._client, data)
         with store_errors_as_user_error(self._url):
             answer = send(self._client.upload_part, **self._upload, PartNumber=index + 1, Body=data, **checksum)
         checksum.pop("ContentMD5", None)
         self._sent[index] = {"PartNumber": index + 1, "ETag": answer["ETag"], **checksum}
-        self._parts.wrote(index)
 
-    def commit(self) -> None:
-        self._parts.require_all()
-        if not self._size:
-            # An upload needs a part, and some stores reject an empty one.
-            self.abort()
-            self._folder.write(self._name, b"")
-            return
+    def _join(self) -> None:
         with store_errors_as_user_error(self._url):
             self._client.complete_multipart_upload(
                 **self._upload, MultipartUpload={"Parts": [self._sent[index] for index in sorted(self._sent)]}
             )
         self._open = False
-        stored = self._folder.size(self._name)
-        if stored != self._size:
-            self._folder.delete(self._name)
-            raise UserError(f"{self._url}: the store holds {stored} bytes of {self._size}; write the file again.")
 
-    def abort(self) -> None:
-        if self._open:
-            with store_errors_as_user_error(self._url):
-                _abort(self._client, self._upload)
-            self._open = False
+    def _remove_parts(self) -> None:
+        with store_errors_as_user_error(self._url):
+            _abort(self._client, self._upload)
 
 
 def part_bytes(size: int) -> int:

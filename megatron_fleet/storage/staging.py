@@ -10,7 +10,7 @@ import logging
 import os
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.storage.folder import Folder, check_name
@@ -23,11 +23,7 @@ from megatron_fleet.storage.local import (
     sync_folder,
     write_atomically,
 )
-
-if TYPE_CHECKING:
-    from megatron_fleet.storage.gcs import GCSFolder
-    from megatron_fleet.storage.s3 import S3Folder
-
+from megatron_fleet.storage.remote import RemoteFolder
 
 log = logging.getLogger(__name__)
 
@@ -125,7 +121,7 @@ def _sweep(folder: Path) -> None:
 class StoreStaging:
     """``Staging`` in an object store: readers look for the marker, which is written atomically to its final key."""
 
-    def __init__(self, folder: S3Folder | GCSFolder, marker: str) -> None:
+    def __init__(self, folder: RemoteFolder, marker: str) -> None:
         self.url = folder.url
         self._folder = folder
         self._marker = check_name(marker)

@@ -193,6 +193,18 @@ def test_an_object_of_another_size_does_not_stay(folder, monkeypatch):
     assert folder.sizes() == {}
 
 
+def test_a_file_is_committed_though_its_parts_cannot_be_removed(folder, monkeypatch, caplog):
+    def refuse():
+        raise UserError("403")
+
+    writer = folder.create("file", 0)
+    monkeypatch.setattr(writer, "_remove_parts", refuse)
+    writer.commit()
+    writer.abort()
+    assert folder.sizes() == {"file": 0}
+    assert "parts of a finished file stay in the store: 403" in caplog.text
+
+
 def test_a_write_that_is_no_part_is_refused(folder):
     writer = folder.create("file", LEAST_PART + 10)
     for offset, length in ((1, LEAST_PART), (0, 4096), (LEAST_PART, 11)):
