@@ -390,7 +390,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
     if remote_model(args.model) is None:
         raise UserError(
-            f"{args.model}: is neither a hub id nor an address in a bucket; write organisation/name[@revision], "
+            f"{args.model} is neither a hub id nor an address in a bucket; write organisation/name[@revision], "
             f"s3://bucket/prefix or gs://bucket/prefix."
         )
     path = fetch(args.model)

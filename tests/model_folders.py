@@ -156,10 +156,10 @@ CASES = {
     "pickled weights": Case(
         "pytorch_model.bin cannot be read", lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin")
     ),
-    "consolidated weights beside the index": Case(
+    "consolidated weights next to the index": Case(
         "engines would load it in the place of", extra("consolidated.safetensors"), SHARDED, weights_alone=True
     ),
-    "adapter beside the weights": Case(
+    "adapter next to the weights": Case(
         "engines would load both", extra("adapter_model.safetensors"), weights_alone=True
     ),
     # Contradictions between files.

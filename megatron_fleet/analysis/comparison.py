@@ -69,7 +69,7 @@ def write_comparison(places: Sequence[str], page: Path) -> str:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         write_atomically(page, content)
     except OSError as e:
-        raise UserError(f"{page}: cannot be written ({e.strerror}); name another file.") from e
+        raise UserError(f"{page} cannot be written ({e.strerror}); name another file.") from e
     lines = [*_summary(runs), f"{page} ({len(content) / 1e6:.1f} MB)"]
     return "\n".join(map(shown, lines))
 

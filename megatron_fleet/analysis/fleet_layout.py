@@ -159,7 +159,7 @@ def _common(record: Mapping[str, Any], score: Any, messages: tuple[tuple[str, st
 
 def _number(value: Any) -> float:
     if (number := number_of(value)) is None:
-        raise ValueError("a score is no number")
+        raise ValueError("a score is not a number")
     return number
 
 

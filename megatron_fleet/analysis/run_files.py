@@ -104,7 +104,7 @@ class RunFiles:
             for copy in wanted:
                 if (found := _size(self.folder / copy.target)) != copy.size:
                     raise UserError(
-                        f"{self.folder / copy.target}: has {found} bytes instead of {copy.size}; remove it, and it is "
+                        f"{self.folder / copy.target} has {found} bytes instead of {copy.size}; remove it, and it is "
                         f"downloaded again."
                     )
 

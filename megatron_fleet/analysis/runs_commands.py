@@ -74,7 +74,7 @@ def _diff(args: argparse.Namespace) -> int:
     one, other = runs.find_run(args.place), runs.find_run(args.other)
     for run in (one, other):
         if not run.config:
-            raise UserError(f"{run.place}: has no configuration on record; compare runs that have a config.json.")
+            raise UserError(f"{run.place} has no configuration on record; compare runs that have a config.json.")
     names = [runs.folder_name(place) for place in (args.place, args.other)]
     names = names if names[0] != names[1] else [args.place, args.other]
     rows = [(key, *map(str, values)) for key, *values in differences(one.config, other.config)]

@@ -109,7 +109,7 @@ class RunStore:
         """Mark checkpoints of steps after ``step``: they no longer count."""
         for later in self.steps():
             if later > step:
-                log.warning("%s no longer counts: the run goes on from step %d", self.url_of(later), step)
+                log.warning("%s no longer counts: the run resumes from step %d", self.url_of(later), step)
                 open_folder(self.url_of(later)).write(SUPERSEDED, json.dumps({"resumed_step": step}).encode())
 
     def upload(self, checkpoint: Checkpoint, stop: threading.Event) -> None:
@@ -128,7 +128,7 @@ class RunStore:
         if staging.exists():
             if open_folder(url).read(MANIFEST) == data:
                 return
-            log.warning("%s: is from before the run was resumed, and is replaced", url)
+            log.warning("%s is from before the run was resumed, and is replaced", url)
             self.remove(checkpoint.step)
         note = json.dumps({"manifest": hashlib.sha256(data).hexdigest()}).encode()
         there = staging.folder.sizes()
@@ -179,11 +179,11 @@ class RunStore:
         data = source.read(MANIFEST)
         manifest = parse_manifest(data, f"{url}/{MANIFEST}")
         if manifest["step"] != step:
-            raise DamagedCheckpoint(f"{url}/{MANIFEST}: is that of step {manifest['step']}; use another checkpoint.")
+            raise DamagedCheckpoint(f"{url}/{MANIFEST} is that of step {manifest['step']}; use another checkpoint.")
         stored, files = source.sizes(), manifest["files"]
         for name, entry in files.items():
             if stored.get(name) != entry["bytes"]:
-                raise DamagedCheckpoint(f"{url}/{name}: has {stored.get(name)} bytes of {entry['bytes']}.")
+                raise DamagedCheckpoint(f"{url}/{name} has {stored.get(name)} bytes of {entry['bytes']}.")
         missing = [name for name, entry in files.items() if not is_whole(folder, name, entry, stop)]
         copies = [Copy(name, name, files[name]["bytes"]) for name in missing]
         needed = sum(copy.size for copy in copies)

@@ -116,7 +116,7 @@ def own_folder(path: Path) -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise UserError(
-            f"{path}: is not a folder of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), "
+            f"{path} is not a folder of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), "
             f"and Ray's sockets would be in it; remove it."
         )
     return path

@@ -134,7 +134,7 @@ def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:
     if started != list(range(wanted)):
         found = "; ".join(f"{name}: {', '.join(map(str, ranks)) or 'none'}" for name, ranks in ranks_of.items())
         raise UserError(
-            f"{_LAYOUT} = {wanted} ranks are wanted, but {len(started)} were started ({found}); change the launch or "
+            f"{_LAYOUT} = {wanted} ranks are needed, but {len(started)} were started ({found}); change the launch or "
             f"the layout."
         )
     for host in hosts:

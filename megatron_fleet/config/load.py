@@ -65,7 +65,7 @@ def _replace(tree: dict[str, Any], text: str, path: Path) -> None:
     for section in sections:
         tree = tree.get(section)  # type: ignore[assignment]  # checked on the next line
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: has no section {section}; give the config.json of a run.")
+            raise UserError(f"{path} has no section {section}; give the config.json of a run.")
     try:
         tree[key] = value if name in keys.texts() and value != "null" else json.loads(value)
     except ValueError:

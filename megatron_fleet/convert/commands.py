@@ -254,7 +254,7 @@ def _write_hashes(args: argparse.Namespace) -> int:
     except FileExistsError:
         raise UserError(f"{args.hashes}: exists already; name another file or remove it.") from None
     except OSError as e:
-        raise UserError(f"{args.hashes}: cannot be written ({e.strerror}); name another file.") from None
+        raise UserError(f"{args.hashes} cannot be written ({e.strerror}); name another file.") from None
     try:
         with file, ProgressLine() as progress:
             progress.start(args.path, side.nbytes)
@@ -295,7 +295,7 @@ def _check(args: argparse.Namespace) -> int:
 
     folder, probe = Path(args.folder), read_probe(args.checkpoint)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: has no config.json; give a local HF folder.")
+        raise UserError(f"{folder} has no config.json; give a local HF folder.")
     result = compare(probe, scores_in_vllm(folder, probe.tokens, args.tensor_parallel))
     if args.write:
         result.write(args.write)

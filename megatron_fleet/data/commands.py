@@ -75,7 +75,7 @@ def _prepare(args: argparse.Namespace) -> int:
     say_lines("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
     _progress(f"writing {args.out}")
     written = write_prepared(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
-    say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
+    say(f"{args.out}: {'written' if written else 'already exists with the same content'}; data.tasks={args.out}")
     return 0
 
 

@@ -47,7 +47,7 @@ def read_rows(data: bytes, file: str) -> list[Any]:
     """
     rows = _rows(data, file)
     if not rows:
-        raise UserError(f"{file}: holds no task.")
+        raise UserError(f"{file} holds no task.")
     return rows
 
 

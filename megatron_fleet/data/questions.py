@@ -87,7 +87,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
     rows = read_rows(read_bytes(file, "the path"), file)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise UserError(f"{file}: row {number} is no object with named columns; correct it.")
+            raise UserError(f"{file}: row {number} is not an object with named columns; correct it.")
     return rows
 
 

@@ -146,5 +146,5 @@ def _exclusion(short: str, content: dict[str, Any], name: str) -> Exclusion:
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise UserError(f"{name}: {field} must be a list of texts.")
     if not any(lists.values()):
-        raise UserError(f"{name}: names neither environments nor tasks, so it excludes nothing; add some.")
+        raise UserError(f"{name} names neither environments nor tasks, so it excludes nothing; add some.")
     return Exclusion(short, content["reason"], frozenset(lists["environments"]), frozenset(lists["tasks"]))

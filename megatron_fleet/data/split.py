@@ -194,12 +194,12 @@ class SplitManifest:
             if not isinstance(content, dict) or "format" not in content:
                 raise ValueError("it has no format")
             if content.pop("format") != FORMAT:
-                raise UserError(f"{where}: is a split manifest of another format; this version reads {FORMAT}.")
+                raise UserError(f"{where} is a split manifest of another format; this version reads {FORMAT}.")
             manifest = SplitManifest(**content)
             _check(manifest)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"{where}: is not a split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
+                f"{where} is not a split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
             ) from None
         return manifest
 

@@ -96,7 +96,7 @@ def _gpu(element: ElementTree.Element) -> Gpu:
 def _faults(element: ElementTree.Element) -> Sequence[str]:
     found = []
     if _text(element, "gpu_reset_status/reset_required") == "Yes":
-        found.append("must be reset")
+        found.append("a reset is required")
     for name in ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded", "dram_uncorrectable"):
         count = _text(element, f"ecc_errors/volatile/{name}")
         if count.isdigit() and int(count):
@@ -152,7 +152,7 @@ def devices(here: ProbeContext) -> Result:
     """Compare the GPUs with those that the run needs on one host, and look for broken ones."""
     _, gpus = _seen(here)
     if not gpus:
-        return Result("failed", "torch is built for GPUs, and there is none", "fix the driver, or pass GPUs on")
+        return Result("failed", "torch is built for GPUs, but no GPU is visible", "fix the driver, or pass GPUs on")
     kinds = sorted({f"{gpu.name} of {gpu.total / 1024:.0f} GiB" for gpu in gpus})
     seen = f"{len(gpus)} × {', '.join(kinds)}"
     if broken := [f"GPU {i}: {fault}" for i, gpu in enumerate(gpus) for fault in gpu.faults]:

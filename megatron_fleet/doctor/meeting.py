@@ -117,8 +117,8 @@ class Meeting:
             server = await asyncio.start_server(admit, host, int(port))
         except OSError as error:
             raise UserError(
-                f"MFLEET_CONTROLLER={address}: cannot listen there ({error.strerror}); end what does, or choose "
-                f"another port."
+                f"MFLEET_CONTROLLER={address} cannot be listened on ({error.strerror}); end the process that uses it, "
+                f"or choose another port."
             ) from None
         async with server:
             await self._gather()

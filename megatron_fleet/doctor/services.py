@@ -94,7 +94,7 @@ def fleet(here: ProbeContext) -> Result:
     wanted = 0 if here.config is None else here.config.rollout.episodes_in_flight
     if isinstance(limit, int) and isinstance(used, int) and limit - used < wanted:
         fix = "lower rollout.episodes_in_flight, or ask Fleet for more instances"
-        return Result("warning", f"{seen}, and the run wants {wanted} at once", fix)
+        return Result("warning", f"{seen}, and the run needs {wanted} at once", fix)
     return Result("ok", seen)
 
 

@@ -108,7 +108,7 @@ def _follow(folder: Path) -> int:
     try:
         state = _launcher(record.kind).follow(record, folder)
     except KeyboardInterrupt:
-        say(f"mfleet: the job goes on; `mfleet launch --cancel {folder.parent}` ends it", sys.stderr)
+        say(f"mfleet: the job keeps running; `mfleet launch --cancel {folder.parent}` ends it", sys.stderr)
         return 130
     say(f"mfleet: {record.name}: {state.words}", sys.stderr)
     return state.status or 0
@@ -119,5 +119,5 @@ def _cancel(folder: Path) -> int:
 
     record = read_record(folder)
     _launcher(record.kind).cancel(record, folder)
-    say(f"mfleet: {record.name}: asked to end", sys.stderr)
+    say(f"mfleet: cancellation of {record.name} requested", sys.stderr)
     return 0

@@ -57,7 +57,7 @@ class Kubernetes:
         for volume in launch.kubernetes.volumes:
             if not _VOLUME.fullmatch(volume):
                 raise UserError(
-                    f"launch.kubernetes.volumes: {volume!r} is no claim with a path; write models:/mnt/models, or "
+                    f"launch.kubernetes.volumes: {volume!r} is not a claim with a path; write models:/mnt/models, or "
                     f"models:/mnt/models:ro to read only."
                 )
 

@@ -73,7 +73,7 @@ class Slurm:
             for name in options:
                 if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
                     raise UserError(
-                        f"launch.slurm.{key}: {name!r} is no long name of an option of sbatch; write it without dashes "
+                        f"launch.slurm.{key}: {name!r} is not a long option name of sbatch; write it without dashes "
                         f"in front, as {{reservation: NAME}}."
                     )
         if "\\" in str(job.folder):
@@ -234,8 +234,8 @@ def _fewer_hosts(overrides: tuple[str, ...], hosts: int, fewest: int | None) -> 
         for key, value in shares.items():
             if value * count % hosts:
                 raise UserError(
-                    f"launch.min_hosts={fewest}: {key}={value} on {hosts} hosts is no whole number on {count}; raise "
-                    f"launch.min_hosts, or change it."
+                    f"launch.min_hosts={fewest}: {key}={value} on {hosts} hosts is not a whole number on {count}; "
+                    f"raise launch.min_hosts, or change it."
                 )
             changed.append(f"{key}={value * count // hosts}")
         try:

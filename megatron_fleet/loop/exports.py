@@ -175,7 +175,7 @@ class Exports:
                 lambda: self._over or not (self._busy or self._todo()), max(0.0, deadline - time.monotonic())
             )
             if left := {_name(job.step) for job in self._left()}:
-                log.warning("exports are not finished: %s; the same command goes on with them", ", ".join(sorted(left)))
+                log.warning("exports are not finished: %s; the same command resumes them", ", ".join(sorted(left)))
 
     def close(self) -> None:
         """Abandon what is under way. Idempotent."""

@@ -237,7 +237,7 @@ class Saves:
                 raise error
             raise UserError(
                 f"step {step} has no checkpoint: {error}; make room in {self._checkpoints.folder}, then the same "
-                f"command goes on from the checkpoint before, or set checkpoint.on_failure=continue."
+                f"command resumes from the previous checkpoint, or set checkpoint.on_failure=continue."
             ) from error
         alert(log, "checkpoint", f"step {step} has no checkpoint: {error}", level=logging.ERROR)
         self.failed += 1

@@ -180,7 +180,7 @@ def _written_by(pid: int) -> str:
     log = Path(os.readlink(f"/proc/{pid}/fd/2"))
     if not log.is_file():
         os.kill(pid, _SIGNAL)
-        return "it writes its stacks to its stderr, which is no file\n"
+        return "it writes its stacks to its stderr, which is not a file\n"
     start = size = log.stat().st_size
     os.kill(pid, _SIGNAL)
     deadline = time.monotonic() + _WRITE_S

@@ -61,7 +61,7 @@ def _open_remote(url: str | Path) -> S3Folder | GCSFolder | None:
         if not str(url):
             raise UserError("the address of a folder is empty; give a path, s3://bucket/prefix or gs://bucket/prefix.")
         if not is_path(str(url)):
-            raise UserError(f"{url}: cannot be a path (a NUL or half of a surrogate pair); give another one.")
+            raise UserError(f"{url} cannot be a path (a NUL or half of a surrogate pair); give another one.")
         return None
     bucket, _, prefix = rest.partition("/")
     if bucket and scheme == "s3":
@@ -72,4 +72,4 @@ def _open_remote(url: str | Path) -> S3Folder | GCSFolder | None:
         from megatron_fleet.storage.gcs import GCSFolder
 
         return GCSFolder(bucket, prefix.strip("/"))
-    raise UserError(f"{url}: is not the address of a folder; give a path, s3://bucket/prefix or gs://bucket/prefix.")
+    raise UserError(f"{url} is not the address of a folder; give a path, s3://bucket/prefix or gs://bucket/prefix.")

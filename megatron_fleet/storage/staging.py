@@ -67,7 +67,7 @@ class LocalStaging:
         self.url = str(final)
         self._final = Path(os.path.abspath(final))
         if not self._final.name:
-            raise UserError(f"{final}: is the root of the file system; name a folder in it.")
+            raise UserError(f"{final} is the root of the file system; name a folder in it.")
         self._partial = self._final.with_name(f".{self._final.name}{UNFINISHED}")
         self._marker = check_name(marker)
         self.folder: Folder = LocalFolder(self._partial)

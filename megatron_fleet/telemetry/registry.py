@@ -52,7 +52,8 @@ def _family(prefixes: tuple[str, ...], rows: dict[str, str]) -> tuple[Metric, ..
 _REWARD = {
     "avg_raw_reward": "Mean reward over episodes with a known reward; with 0/1 rewards this is pass@1.",
     "mean_clipped_reward": "Mean of max(reward, 0) over episodes with a known reward.",
-    "mean_positive_reward": "Mean reward over the episodes whose reward is above 0; absent when there is none.",
+    "mean_positive_reward": "Mean reward over the episodes whose reward is above 0; absent if there are no such "
+    "episodes.",
     "avg_pass_at_1": "pass_at_1, by the name that Fleet's runs are compared by.",
     "avg_pass_at_{n}": "Share of prompts (with a known reward) that have any solved episode: a known reward of at "
     "least eval.pass_threshold.",

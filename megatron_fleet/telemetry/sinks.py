@@ -195,7 +195,7 @@ def _row(line: bytes, where: str, remedy: str) -> dict[str, Any]:
     """Parse a line of a metrics log. Raises UserError if it is damaged."""
     row = parse_json(line, where, remedy)
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 31:
-        raise UserError(f"{where}: has no step, a whole number from 0; {remedy}.")
+        raise UserError(f"{where} has no step, a whole number from 0; {remedy}.")
     for name, value in row.items():
         # The comparison is false for NaN.
         if value is not None and not (isinstance(value, int | float) and abs(value) <= sys.float_info.max):

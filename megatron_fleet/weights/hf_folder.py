@@ -93,7 +93,7 @@ def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
     weight_map = read_weight_map(folder)
     listed = sorted(set(weight_map.values()))
     if SINGLE in sizes and SINGLE not in listed:
-        log.warning("%s: has %s and %s; the files that the index lists are taken", folder.url, SINGLE, INDEX)
+        log.warning("%s has %s and %s; the files that the index lists are taken", folder.url, SINGLE, INDEX)
     stored: dict[str, StoredTensor] = {}
     for name in listed:
         if name not in sizes:
@@ -124,7 +124,7 @@ def _refuse_pointers(folder: Folder, sizes: Mapping[str, int]) -> None:
         small = size <= _POINTER_BYTES and "/" not in name and name.endswith((*_SUFFIXES, ".safetensors"))
         if small and folder.read(name).startswith(_POINTER):
             raise UserError(
-                f"{folder.url}/{name}: is a pointer of Git LFS and not the file itself; run `git lfs pull` in the "
+                f"{folder.url}/{name} is a pointer of Git LFS and not the file itself; run `git lfs pull` in the "
                 f"folder, or download the model with `mfleet model fetch`."
             )
 
@@ -134,9 +134,9 @@ def _read_single(folder: Folder, sizes: Mapping[str, int], shards: list[str]) ->
     if SINGLE in sizes and not shards:
         return read_header(folder, SINGLE, sizes[SINGLE])
     if shards:
-        beside = f" and is beside {SINGLE}" if SINGLE in sizes else ""
+        beside = f" and is next to {SINGLE}" if SINGLE in sizes else ""
         raise UserError(
-            f"{folder.url}/{shards[0]}: is one of several files{beside}, and {INDEX}, which lists them, is missing; "
+            f"{folder.url}/{shards[0]} is one of several files{beside}, and {INDEX}, which lists them, is missing; "
             f"download it too."
         )
     other = next((name for name in sizes if name.endswith((".gguf", ".bin", ".pt", ".pth"))), None)

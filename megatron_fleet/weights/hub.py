@@ -117,7 +117,7 @@ def _errors_of(model: HubModel) -> Iterator[None]:
     except errors.RepositoryNotFoundError:
         known = "the token in HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "it is private"
         raise UserError(
-            f"{name}: is no folder here, and {hub} has no such model, or {known}; correct the name, or set HF_TOKEN."
+            f"{name} is not a folder here, and {hub} has no such model, or {known}; correct the name, or set HF_TOKEN."
         ) from None
     except (errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
         raise UserError(f"{name}: {_first_line(error)}; correct it.") from None

@@ -176,7 +176,7 @@ def test_a_later_version_keeps_the_sides_of_an_earlier_one(tmp_path, tasks_file)
 
 def test_a_manifest_of_other_data_is_refused(tmp_path, tasks_file):
     make(tmp_path / "p", DataConfig(tasks=tasks_file({"a": 20})))
-    with pytest.raises(UserError, match="knows none of its tasks"):
+    with pytest.raises(UserError, match="has none of its tasks"):
         build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "p" / "split.json")))
     with pytest.raises(UserError, match=r"cannot be read .*; correct data\.split_manifest"):
         build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "nowhere.json")))

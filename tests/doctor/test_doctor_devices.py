@@ -114,7 +114,7 @@ def test_a_healthy_machine(machine):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reset": "Yes"}, "GPU 1: must be reset"),
+        ({"reset": "Yes"}, "GPU 1: a reset is required"),
         ({"dram": "2"}, "GPU 1: 2 uncorrectable memory errors (DRAM) since the driver started"),
         ({"pending": "Yes"}, "GPU 1: memory rows wait for a reset to be remapped"),
         ({"compute_mode": "Exclusive_Process"}, "GPU 1: compute mode Exclusive_Process, and an engine shares the GPU"),

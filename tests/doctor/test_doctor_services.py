@@ -133,7 +133,7 @@ def test_fleet(fleet, monkeypatch):
     assert asked("Fleet", *hosted) == Result("ok", "Team, 20 of 500 instances in use")
     fleet.account = fleet.account | {"instance_limit": 40}
     scarce = asked("Fleet", *hosted)
-    assert scarce.status == "warning" and "and the run wants 32 at once" in scarce.detail
+    assert scarce.status == "warning" and "and the run needs 32 at once" in scarce.detail
     monkeypatch.setenv("FLEET_API_KEY", WRONG)
     wrong = asked("Fleet", *hosted)
     assert wrong.status == "failed" and wrong.fix == "correct FLEET_API_KEY" and WRONG not in wrong.detail

@@ -79,7 +79,7 @@ def jobset(*overrides: str) -> dict:
         (Slurm(), "slurm", ["cluster.nodes=2"], "1 ranks .* cannot be divided"),
         (Slurm(), "slurm", ["parallel.data=4", "launch.gpus=2"], "would have 4 ranks"),
         (Slurm(), "slurm", ["launch.environment={FLEET_API_KEY: x}"], "one of a secret"),
-        (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is no name of a variable"),
+        (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is not the name of a variable"),
         (Slurm(), "slurm", ["launch.secrets=[MY_KEY]"], "MY_KEY is not set in this shell"),
         (
             Slurm(),

@@ -224,7 +224,7 @@ def test_what_does_not_fit_is_said_with_what_does(capsys):
         (["--search", "8", "--simulate"], "give one of them"),
         (["--simulate", "8", "--failures", "1"], "--failures from 0 to below 1"),
         (["--price", "-1"], "--price must be 0 or more, not -1."),
-        (["--gpu-memory", "0"], "--gpu-memory 0 is no memory of a GPU"),
+        (["--gpu-memory", "0"], "--gpu-memory 0 is not a GPU's memory"),
         (["--gpu", "P100"], "--gpu P100: it is not known; choose one of H100, "),
     ],
 )

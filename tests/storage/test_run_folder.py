@@ -78,7 +78,7 @@ def test_a_damaged_identity_is_refused_and_kept(tmp_path, content):
 @pytest.mark.parametrize("target", ["/dev/full", "/dev/null", "/dev/zero"])
 def test_an_identity_that_is_no_file_is_refused(tmp_path, target):
     (tmp_path / "run.json").symlink_to(target)
-    with pytest.raises(UserError, match=r"run\.json: is not a regular file"):
+    with pytest.raises(UserError, match=r"run\.json is not a regular file"):
         RunFolder(tmp_path, "mine")
 
 

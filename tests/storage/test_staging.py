@@ -98,7 +98,7 @@ def test_a_foreign_folder_or_file_is_refused_before_the_work(tmp_path):
 
 
 def test_committing_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match="out: was removed or renamed while being written"):
+    with pytest.raises(UserError, match="out was removed or renamed while being written"):
         open_staging(tmp_path / "out", MARKER).commit(b"{}")
     assert os.listdir(tmp_path) == []
 

@@ -164,7 +164,9 @@ def refused(match: str, model: str = "fleet/tiny") -> None:
 
 
 def test_an_unknown_model_or_revision(hub):
-    refused("is no folder here, and http://127.*has no such model, or it is private; correct the name", "fleet/other")
+    refused(
+        "is not a folder here, and http://127.*has no such model, or it is private; correct the name", "fleet/other"
+    )
     refused("the hub has no such revision of it", "fleet/tiny@v2")
 
 
