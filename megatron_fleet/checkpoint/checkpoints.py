@@ -248,7 +248,7 @@ class Checkpoints:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                log.warning("a damaged checkpoint is passed over: %s", fault)
+                log.warning("skipping a damaged checkpoint: %s", fault)
             if faults:
                 log.warning("the run resumes from step %d, %s", found.step, path)
             return found

@@ -128,7 +128,7 @@ class RunStore:
         if staging.exists():
             if open_folder(url).read(MANIFEST) == data:
                 return
-            log.warning("%s is from before the run was resumed, and is replaced", url)
+            log.warning("replacing %s, which is from before the run was resumed", url)
             self.remove(checkpoint.step)
         note = json.dumps({"manifest": hashlib.sha256(data).hexdigest()}).encode()
         there = staging.folder.sizes()
@@ -169,7 +169,7 @@ class RunStore:
                 if not again:
                     raise
                 # If it was damaged on the way here, an older checkpoint in its place would lose steps.
-                log.warning("what is damaged is downloaded once more: %s", error)
+                log.warning("downloading the damaged file once more: %s", error)
         commit_folder(partial, final)
 
     def _fetch(self, step: int, folder: Path, stop: threading.Event) -> None:
@@ -281,7 +281,7 @@ class Uploader:
             self._changed.notify_all()
             left = len(self._waiting)
         if left and timeout_s > 0:
-            log.info("waiting for %d checkpoints on their way to %s", left, self._store.url)
+            log.info("waiting for the upload of %d checkpoints to %s", left, self._store.url)
         self._thread.join(timeout_s)
         self._stop.set()
         if unsent := sorted(self.waiting()):
@@ -315,12 +315,12 @@ class Uploader:
                     self._replaced, self._waiting = error, []
                 return
             except (UserError, OSError) as error:
-                log.warning("step %d is not in the store yet: %s", checkpoint.step, error)
+                log.warning("step %d could not be uploaded yet: %s", checkpoint.step, error)
                 with self._changed:
                     self._failures += 1
                     self._changed.wait_for(lambda: self._stop.is_set() or len(self._waiting) != 1, retry_s)
                     if len(self._waiting) > 1:
-                        log.warning("step %d is given up for the store: a newer one is there", checkpoint.step)
+                        log.warning("step %d is not uploaded: a newer checkpoint is in the store", checkpoint.step)
                         self._waiting.remove(checkpoint)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue

@@ -88,7 +88,7 @@ def load(interface: Interface, path: str) -> Callable[..., Any]:
     """
     key = interface.key
     if not is_path(path):
-        raise UserError(f"{key}={path} is neither one of ours nor package.module:name.")
+        raise UserError(f"{key}={path} is neither a built-in name nor package.module:name.")
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

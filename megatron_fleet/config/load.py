@@ -205,7 +205,7 @@ def _explain(problem: ErrorDetails) -> str:
 
 def _unknown(name: str) -> str:
     guess = keys.suggest(name)
-    hint = f"did you mean {guess}?" if guess else "`mfleet config` prints the keys there are."
+    hint = f"did you mean {guess}?" if guess else "`mfleet config` prints all keys."
     return f"there is no key {name}; {hint}"
 
 

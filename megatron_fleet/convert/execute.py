@@ -121,7 +121,7 @@ def is_complete(staging: Staging, plan: Plan) -> bool:
     with suppress(UserError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(open_folder(staging.url).read(JOURNAL))["fingerprint"] == plan.fingerprint():
             return True
-    raise UserError(f"{staging.url}: exists already; name another folder or remove it.")
+    raise UserError(f"{staging.url} already exists; name another folder or remove it.")
 
 
 def claim(staging: Staging, plan: Plan) -> None:

@@ -103,7 +103,7 @@ def _config(model: Model, dtype: str) -> dict[str, Any]:
                 return write_config(model, family, _HF_DTYPES.get(dtype, "bfloat16"))
             except (ValueError, UserError):
                 continue
-    raise UserError("the checkpoint's arguments are those of no model family at hand; give --template.")
+    raise UserError("the checkpoint's arguments fit no known model family; give --template.")
 
 
 def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:

@@ -102,7 +102,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_fleet.data.source import EMBEDDED, read_bytes
 
     if args.file.exists():
-        raise UserError(f"{args.file}: exists already; name another file or remove it.")
+        raise UserError(f"{args.file} already exists; name another file or remove it.")
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_bytes(read_bytes(EMBEDDED))
     say(f"{args.file}: {len(load_tasks(args.file))} tasks")

@@ -154,7 +154,7 @@ def _download(dataset: HubModel, split: str, subset: str | None) -> list[str]:
         ) from None
     except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{dataset.repo}: the Hugging Face hub does not send it ({reason}); try again.") from None
+        raise UserError(f"{dataset.repo}: the Hugging Face hub does not provide it ({reason}); try again.") from None
 
 
 def _downloaded(dataset: HubModel, split: str, subset: str | None) -> list[str]:

@@ -140,7 +140,9 @@ def _mapping(content: Any, name: str) -> dict[str, Any]:
 def _exclusion(short: str, content: dict[str, Any], name: str) -> Exclusion:
     unknown = sorted(set(content) - {"reason", "environments", "tasks"})
     if unknown:
-        raise UserError(f"{name}: {unknown[0]} means nothing here; write reason, environments and tasks.")
+        raise UserError(
+            f"{name}: {unknown[0]} is not a key of an exclusion list; write reason, environments and tasks."
+        )
     lists = {field: content.get(field) or [] for field in ("environments", "tasks")}
     for field, values in lists.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):

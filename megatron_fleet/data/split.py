@@ -75,7 +75,7 @@ def split(tasks: Sequence[Task], rules: DataConfig, previous: SplitManifest | No
         for task in tasks
     }
     notes = [
-        f"data.held_out_environments names {env}, of which there is no task."
+        f"data.held_out_environments names {env}, which has no tasks."
         for env in sorted(set(rules.held_out_environments) - by_env.keys())
     ]
     notes += _limit_shares(by_env, fates, rules.max_env_share)

@@ -86,7 +86,7 @@ def fleet(here: ProbeContext) -> Result:
         kind = type(error).__name__
         raise UserError(f"{url} does not answer ({kind}); check FLEET_BASE_URL and the network.") from None
     if answer.status_code in (401, 403):
-        raise UserError(f"{url} does not know the key ({answer.status_code}); correct FLEET_API_KEY.")
+        raise UserError(f"{url} rejects the key ({answer.status_code}); correct FLEET_API_KEY.")
     if answer.status_code != httpx.codes.OK:
         raise UserError(f"{url} answers {answer.status_code}; try again later.")
     limit, used = account.get("instance_limit"), account.get("instance_count")

@@ -150,7 +150,7 @@ def no_answer(url: str, timeout_s: float) -> str | None:
     except urllib.error.URLError as error:
         return f"{url} is not reachable: {error.reason}{way}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"{url} gives no answer: {error}{way}"
+        return f"{url} does not answer: {error}{way}"
 
 
 @dataclass(frozen=True, slots=True)

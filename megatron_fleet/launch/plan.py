@@ -146,7 +146,7 @@ def _check_launch(config: Config) -> None:
         raise UserError("cluster.ranks=external: the launcher sets it where something else starts ranks; leave it out.")
     if config.run.resume == "never":
         raise UserError(
-            "run.resume=never: a job that is started again would throw away what it has trained; choose a new run.out "
+            "run.resume=never: a restarted job would discard its earlier training; choose a new run.out "
             "and run.id instead."
         )
     if world % hosts:

@@ -59,7 +59,7 @@ class Slurm:
         launch = job.config.launch
         if launch.slurm.rollout_hosts and job.config.rollout.engine.colocated:
             raise UserError(
-                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} are hosts without ranks; set "
+                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} need engines without ranks; set "
                 f"rollout.engine.colocated=false."
             )
         if launch.slurm.rollout_hosts and len(job.runs) > 1:
@@ -104,7 +104,7 @@ class Slurm:
         answer = execute(command, job.environ).strip()
         id_ = answer.partition(";")[0]
         if not id_.isdigit():
-            raise UserError(f"sbatch answered {answer[:100]!r} and no number of a job; look with squeue.")
+            raise UserError(f"sbatch answered {answer[:100]!r} without a job number; look with squeue.")
         return Record("slurm", job.name, [id_], [str(run.out) for run in job.runs], job.commit)
 
     def follow(self, record: Record, folder: Path) -> State:

@@ -223,7 +223,7 @@ class Saves:
             raise
         if not there:
             raise UserError(
-                f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts did not get there within "
+                f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts were not uploaded within "
                 f"checkpoint.store.drain_timeout_s={limit_s:g}; see the warnings above."
             )
         ranks = self._trainer.ranks

@@ -69,7 +69,7 @@ def gpu_of(config: Config, name: str | None = None, memory_gib: float | None = N
     """
     name = name or config.cluster.gpu or _H100.name
     if name.upper() not in GPUS:
-        raise UserError(f"--gpu {name}: it is not known; choose one of {', '.join(GPUS)}, or add --gpu-memory GIB.")
+        raise UserError(f"--gpu {name} is not a known GPU; choose one of {', '.join(GPUS)}, or add --gpu-memory GIB.")
     gpu = GPUS[name.upper()]
     if memory_gib is None:
         return gpu

@@ -157,7 +157,7 @@ def _stacks_of(pid: int, py_spy: Path) -> str:
             return _written_by(pid)
     except OSError as error:  # expected: it has ended
         return f"no stacks: {error.strerror}\n"
-    return f"no stacks: {reason}; the process writes none by itself\n"
+    return f"no stacks: {reason}; the process does not write its own\n"
 
 
 def _spied(pid: int, py_spy: Path, more: Sequence[str]) -> tuple[str, str]:

@@ -221,7 +221,7 @@ def os_errors_as_user_error(path: Path, done: str, size: int | None = None) -> I
     except FileNotFoundError:
         if size is None:
             raise UserError(f"{path}: there is no such file; check the address.") from None
-        raise UserError(f"{path} was removed or renamed while being written; is another process at it?") from None
+        raise UserError(f"{path} was removed or renamed while being written; does another process use it?") from None
     except OSError as e:
         if e.errno in NO_ROOM and size is not None:
             raise UserError(f"{path}: {_no_room(path, size, e)}") from None

@@ -77,7 +77,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("%s: the file system has no locks; start no second run in this folder", folder)
+            log.warning("%s: the file system does not support locks; do not start a second run in this folder", folder)
 
     def _write(self, folder: Path, made: str, name: str) -> None:
         data = (json.dumps({"id": made, "name": name}) + "\n").encode()

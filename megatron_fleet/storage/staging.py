@@ -112,7 +112,7 @@ class LocalStaging:
                 raise self._foreign()
 
     def _foreign(self) -> UserError:
-        return UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+        return UserError(f"{self.url}: something else is at this path; remove it or choose another one.")
 
 
 def _sweep(folder: Path) -> None:
@@ -136,7 +136,7 @@ class StoreStaging:
 
     def commit(self, data: bytes) -> None:
         if not self._folder.write_new(self._marker, data) and self._folder.read(self._marker) != data:
-            raise UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+            raise UserError(f"{self.url}: something else is at this path; remove it or choose another one.")
         try:
             self._folder.abort_uploads()
         except UserError as e:

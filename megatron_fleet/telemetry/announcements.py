@@ -142,7 +142,7 @@ class Announcements:
     def stopping(self, reason: str) -> None:
         """Announce that the run was asked to end, at once: it may be killed while it saves."""
         self._stopped_by = reason
-        self._say(f":octagonal_sign: stopping: {reason}", "What is under way is saved or abandoned.", lasting=True)
+        self._say(f":octagonal_sign: stopping: {reason}", "Work in progress is saved or abandoned.", lasting=True)
 
     def ended(self) -> None:
         """Announce the end according to `status`."""

@@ -87,7 +87,7 @@ class OwnSink:
         try:
             self._sink: MetricSink | None = make(config, resumed_step, started)
         except Exception as error:
-            raise UserError(f"logging.own={path}: raises {type(error).__name__}: {error}; correct it.") from error
+            raise UserError(f"logging.own={path} raises {type(error).__name__}: {error}; correct it.") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try("write", step, metrics)
@@ -103,7 +103,7 @@ class OwnSink:
         except Exception as error:
             self._sink = None
             log.warning(
-                "logging.own=%s: %s raises %s: %s. It gets nothing more; metrics.jsonl has everything.",
+                "logging.own=%s: %s raises %s: %s. It is not called again; metrics.jsonl has everything.",
                 self._path,
                 method,
                 type(error).__name__,

@@ -338,7 +338,7 @@ class TrainerGroup:
             await before
         error = None
         if call is None or call.deliver is None:
-            error = "nobody waits for this message any more"
+            error = "this message came too late"
         else:
             try:
                 await call.deliver(message)

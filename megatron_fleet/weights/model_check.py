@@ -170,7 +170,7 @@ def _check_for_engines(model: HfModel, sizes: Mapping[str, int]) -> None:
                 )
     elif copies := sorted(name for name in sizes if re.fullmatch(r"consolidated.*\.safetensors", name)):
         raise UserError(
-            f"{url}/{copies[0]}: engines would load it in the place of the files that {INDEX} lists; move it to "
+            f"{url}/{copies[0]}: engines would load it instead of the files that {INDEX} lists; move it to "
             f"another folder."
         )
     declared = declared_quantization(model.config)
@@ -231,7 +231,7 @@ def _tell_contradictions(folder: str, ours: set[int], theirs: set[int]) -> None:
     (taken, template), *others = [*read_templates(folder)] or [("", "")]
     for name, other in others:
         if other != template:
-            log.warning("%s: the chat template in %s is taken, which differs from that in %s", folder, taken, name)
+            log.warning("%s: using the chat template in %s, which differs from that in %s", folder, taken, name)
 
 
 def check_resumed(config: Config, model: HfModel) -> None:

@@ -176,7 +176,7 @@ def test_another_conversion_is_refused(change, small_parts, tmp_path):
     with pytest.raises(UserError, match=r"half\.partial: an unfinished conversion of source with other settings"):
         run(other, tmp_path / "half")
     run(plan_of(), tmp_path / "out")
-    with pytest.raises(UserError, match="out: exists already; name another folder or remove it"):
+    with pytest.raises(UserError, match="out already exists; name another folder or remove it"):
         run(other, tmp_path / "out")
     assert files(tmp_path / "out") == expected_files(plan_of())
 
@@ -184,7 +184,7 @@ def test_another_conversion_is_refused(change, small_parts, tmp_path):
 def test_other_folders_are_left_alone(small_parts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="out: something else is there already"):
+    with pytest.raises(UserError, match="out: something else is at this path"):
         run(plan_of(), tmp_path / "out")
     (tmp_path / ".new.partial").mkdir()
     (tmp_path / ".new.partial" / "mine.txt").write_text("mine")

@@ -93,7 +93,7 @@ def test_the_same_content_again_changes_nothing_and_another_is_refused(tmp_path,
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "p").iterdir()} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
-    with pytest.raises(UserError, match="something else is there"):
+    with pytest.raises(UserError, match="something else is at this path"):
         make(tmp_path / "mine", data)
 
 

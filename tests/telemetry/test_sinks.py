@@ -200,10 +200,10 @@ def test_a_logger_that_fails_is_left_out_and_said_so_once(own, tmp_path, caplog)
     log.write(2, {"a": 1.0})
     log.close()
     (message,) = caplog.messages
-    assert message.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It gets nothing more;")
+    assert message.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It is not called again;")
 
 
 def test_a_logger_that_cannot_be_made_ends_the_start(own, tmp_path):
     (tmp_path / "unmade.py").write_text("def log(config, resumed_step, started): raise OSError('no disk')\n")
-    with pytest.raises(UserError, match=r"^logging\.own=unmade:log: raises OSError: no disk; correct it\.$"):
+    with pytest.raises(UserError, match=r"^logging\.own=unmade:log raises OSError: no disk; correct it\.$"):
         own("unmade:log")
