@@ -49,7 +49,7 @@ def names() -> tuple[str, ...]:
 def experiments() -> str:
     """Time, memory and cost of each experiment."""
     head = ["experiment", "GPUs", "train GiB", "roll GiB", "host GiB", "rollout s", "training s", "step s"]
-    lines = [f"| {' | '.join([*head, 'GPU-hours', 'what binds'])} |", "|---" * 10 + "|"]
+    lines = [f"| {' | '.join([*head, 'GPU-hours', 'bottleneck'])} |", "|---" * 10 + "|"]
     for name in names():
         plan = planned(name)
         assert plan.step is not None and plan.problem is None

@@ -245,7 +245,7 @@ async def test_sampling_parameters_that_are_refused_are_left_out_and_told(says):
         (error(429, "pay", code="insufficient_quota"), r"no quota left \(429: pay\)"),
         (
             error(400, "temperature must be 1", param="temperature"),
-            r"rollout\.sampling\.temperature=0\.7: org/model takes",
+            r"rollout\.sampling\.temperature=0\.7: org/model does not accept",
         ),
         (error(400, '"auto" tool choice requires --enable-auto-tool-choice'), "does not accept tools .* tool calling"),
         (error(400, "no thanks."), r"refuses a request to model org/model \(400: no thanks\); change"),

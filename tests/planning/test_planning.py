@@ -184,7 +184,7 @@ def test_a_plan_on_the_terminal(capsys, tmp_path):
     for shown in (
         "8.19B parameters",
         "together, of 79.6",
-        "what binds: rollout",
+        "bottleneck: rollout",
         "GPU-hours a step",
         "at 2 a GPU-hour",
     ):
