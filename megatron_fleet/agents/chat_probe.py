@@ -114,4 +114,7 @@ async def _sentence(client: ChatClient, params: ChatParams, refusal: RequestRefu
             f"eval.endpoint.model={model}: {url} does not accept tools {said}; serve it with tool calling (for vLLM "
             f"--enable-auto-tool-choice and --tool-call-parser)."
         )
-    return f"eval.endpoint.url={url}: the server refuses a request to model {model} {said}; change the setting that it names."
+    return (
+        f"eval.endpoint.url={url}: the server refuses a request to model {model} {said}; change the setting that it "
+        f"names."
+    )

@@ -88,7 +88,7 @@ def _described(job: Job, rendered: Rendered) -> str:
     lines.append("# commands")
     lines += [f"#   {shlex.join(command)}" for command in rendered.commands]
     lines.append(f"# secrets that the job gets from this shell: {', '.join(job.secrets) or 'none'}")
-    lines.append(f"# commit: {job.commit or 'none, files differ from it'}")
+    lines.append(f"# commit: {job.commit or 'none, as there are uncommitted changes'}")
     return "\n".join(lines)
 
 

@@ -240,7 +240,7 @@ def _change(rows: list[dict[str, Any]]) -> str:
         if values:
             before = f"{values[0]:.3f} → " if len(values) > 1 else ""
             parts.append(f"{label} {before}{values[-1]:.3f}")
-    return "Held-out " + ", ".join(parts) if parts else "No held-out reward is known."
+    return "Held-out " + ", ".join(parts) if parts else "No held-out episode has a known reward."
 
 
 def _environments(rows: list[dict[str, Any]], last: Mapping[str, Any]) -> str:

@@ -69,8 +69,8 @@ def test_finished_is_finished_and_another_is_refused(made, convert, refused, tmp
     assert refused("to-megatron", made("qwen3"), tmp_path / "mg", "--layer-keys", "numbered") == (
         f"{tmp_path / 'mg'} already exists; name another folder or remove it."
     )
-    assert "exists already" in refused("to-megatron", made("qwen3_tied"), tmp_path / "mg")
-    assert "exists already" in refused("to-hf", tmp_path / "mg", made("qwen3"))
+    assert "already exists" in refused("to-megatron", made("qwen3_tied"), tmp_path / "mg")
+    assert "already exists" in refused("to-hf", tmp_path / "mg", made("qwen3"))
 
 
 def test_shards_of_machines(made, convert, tmp_path, monkeypatch):

@@ -167,7 +167,7 @@ def test_hashes_stand_for_a_folder(family, made, copied, convert, refused, tmp_p
     assert (code, out.splitlines()[0]) == (1, f"{changed}: different hashes")
     without(other, changed)
     assert f"{changed}: missing in one of the two" in convert("verify", other, tmp_path / "hf.json")[1]
-    assert "exists already" in refused("inspect", other, "--hashes", tmp_path / "hf.json")
+    assert "already exists" in refused("inspect", other, "--hashes", tmp_path / "hf.json")
     (tmp_path / "bad.json").write_text('{"blake3": {"x": 1}}')
     assert "is not a file of hashes" in refused("verify", other, tmp_path / "bad.json")
     assert "cannot be read" in refused("verify", other, tmp_path / "none.json")

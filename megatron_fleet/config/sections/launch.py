@@ -116,7 +116,8 @@ class KubernetesConfig(Section):
     rdma: Literal["ipc_lock", "privileged"] | None = Field(
         None,
         description="Rights of the container for RDMA. ipc_lock: the capability to lock memory, which InfiniBand and "
-        "EFA need; privileged: all, for clusters that show InfiniBand to privileged containers only. null: none.",
+        "EFA need; privileged: all, for clusters that show InfiniBand to privileged containers only. null: no extra "
+        "rights.",
     )
     pod: dict[str, Any] = Field(
         {},

@@ -106,7 +106,9 @@ class StoreConfig(Section):
         "disk. Below it: `<run.project>/<last part of model.path>/<run.id>/global_step_<N>/`.",
     )
     keep: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep in the store; null: all.")
-    mb_per_s: float | None = Field(None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: none.")
+    mb_per_s: float | None = Field(
+        None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: no limit."
+    )
     drain_timeout_s: float = Field(
         1800,
         ge=0,
