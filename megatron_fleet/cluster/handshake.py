@@ -49,7 +49,7 @@ class Dialler:
                     return _proof(self._token, "dialler", self._nonce, nonce)
             case None:
                 raise NotOfThisRun("the server there closed the connection")
-        raise NotOfThisRun("the server there has another token than this run")
+        raise NotOfThisRun("the server there does not have this run's token")
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> bytes:

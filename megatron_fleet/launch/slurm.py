@@ -59,8 +59,8 @@ class Slurm:
         launch = job.config.launch
         if launch.slurm.rollout_hosts and job.config.rollout.engine.colocated:
             raise UserError(
-                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} need engines without ranks; set "
-                f"rollout.engine.colocated=false."
+                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} adds hosts without ranks, and colocated "
+                f"engines need ranks; set rollout.engine.colocated=false."
             )
         if launch.slurm.rollout_hosts and len(job.runs) > 1:
             raise UserError("launch.slurm.rollout_hosts: Slurm has no arrays of such jobs; launch the runs one by one.")

@@ -238,7 +238,7 @@ def test_sources_that_contradict_each_other_are_told(tmp_path, caplog):
     assert len(caplog.messages) == 3
     assert f"has {SINGLE} and {INDEX}; the files that the index lists are taken" in caplog.text
     assert "eos_token_id is [2] in config.json and [7] in generation_config.json; neither is used" in caplog.text
-    assert "chat_template.jinja is taken" in caplog.text
+    assert "using the chat template in chat_template.jinja" in caplog.text
 
 
 def test_of_a_model_that_is_not_here_index_and_config_are_read(tmp_path, monkeypatch):

@@ -273,7 +273,7 @@ def test_a_full_disk(small_parts, tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/\.out\.partial: cannot be listed \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"file/\.out\.partial cannot be listed \(Not a directory\)"):
         run(plan_of(), tmp_path / "file" / "out")
 
 

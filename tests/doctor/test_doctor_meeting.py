@@ -108,7 +108,7 @@ async def test_a_host_that_does_not_come_is_named_and_the_others_are_probed(envi
 
 
 async def test_another_token_does_not_meet(environ):
-    with pytest.raises(UserError, match="has another token than this run"):
+    with pytest.raises(UserError, match="does not have this run's token"):
         other = environ | {"MFLEET_TOKEN": "another"}
         await met(environ, follow(here("bright", other), PROBES, HANG_S), timeout_s=0.5)
 
