@@ -185,7 +185,7 @@ def _run(plan: Plan, args: argparse.Namespace) -> int:
         return 0
     with ProgressLine() as progress:
         complete = execute(plan, args.out, args.workers, share, progress)
-    say(f"{args.out}: {'complete' if complete else 'this part is done, other parts are not finished'}")
+    say(f"{args.out}: {'complete' if complete else 'this part is done, other parts are not'}")
     return 0
 
 

@@ -93,7 +93,7 @@ DAMAGE = {
     "a cut index": (lambda r: cut(r / "release" / ".metadata"), r"/release/\.metadata is not a whole pickle"),
     "a damaged index": (
         lambda r: (r / "release" / ".metadata").write_bytes(b"\x80\x04\xff" * 50),
-        r"/release/\.metadata: ",
+        r"/release/\.metadata ",
     ),
     "no index": (lambda r: (r / "release" / ".metadata").unlink(), r"names release, which holds no \.metadata"),
     "no format": (lambda r: (r / "release" / "metadata.json").unlink(), r"/release: metadata\.json is missing"),
@@ -134,7 +134,7 @@ DAMAGE = {
     ),
     "data that begins with something else": (
         lambda r: overwrite_start(r / "release" / "__0_0.distcp"),
-        r"__0_0\.distcp: .*; save the checkpoint again with Megatron's torch_dist format",
+        r"__0_0\.distcp .*; save the checkpoint again with Megatron's torch_dist format",
     ),
     "no layout": (lambda r: (r / "hf" / "safetensors_layout.json").unlink(), r"does not say which model it is"),
     "a malformed layout": (

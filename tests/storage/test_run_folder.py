@@ -70,7 +70,7 @@ def test_of_many_that_start_at_once_one_wins_and_its_id_stays(tmp_path):
 @pytest.mark.parametrize("content", ["{", "[]", '{"id": 3}', '{"id": "../other"}', '{"id": ""}'])
 def test_a_damaged_identity_is_refused_and_kept(tmp_path, content):
     (tmp_path / "run.json").write_text(content)
-    with pytest.raises(UserError, match=r"run.json: .*restore it, or choose another run.out"):
+    with pytest.raises(UserError, match=r"run.json:? .*restore it, or choose another run.out"):
         RunFolder(tmp_path, "mine")
     assert (tmp_path / "run.json").read_text() == content
 

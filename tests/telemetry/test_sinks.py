@@ -63,7 +63,7 @@ def test_a_damaged_line_is_named_with_its_file_when_a_run_is_resumed(tmp_path, w
     path.write_bytes(GOOD + DAMAGED[words] + b"\n" + GOOD)
     with pytest.raises(UserError, match="remove the line; the metrics of its step are lost") as caught:
         MetricsLog(path, resumed_step=3)
-    assert str(caught.value).startswith(f"{path}, line 2: ") and words in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 2") and words in str(caught.value)
     assert path.read_bytes() == GOOD + DAMAGED[words] + b"\n" + GOOD
 
 
