@@ -55,7 +55,7 @@ def measure(folder: Path) -> Measured:
     config = load_resolved(folder / "config.json")
     rows = [row for row in read_metrics(folder / "metrics.jsonl") if "timing/step" in row][WARM_UP:]
     if not rows:
-        raise UserError(f"{folder}: has no more than {WARM_UP} steps; give a longer run.")
+        raise UserError(f"{folder} has no more than {WARM_UP} steps; give a longer run.")
     rollout, engine = config.rollout, config.rollout.engine
     return Measured(
         staleness=rollout.max_staleness,
@@ -102,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     first, *others = map(measure, args.runs)
     if first.staleness:
-        raise UserError(f"{args.runs[0]}: has rollout.max_staleness={first.staleness}; give an on-policy run first.")
+        raise UserError(f"{args.runs[0]} has rollout.max_staleness={first.staleness}; give an on-policy run first.")
     ahead = max((first, *others), key=lambda run: run.staleness)
     machine = setup(first, args.sigma, max(1.0, ahead.trainer_s / first.trainer_s))
     say(f"trainer and engines are {machine.contention:.2f} times slower while both work")

@@ -140,9 +140,13 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("place", metavar="RUN", help=where)
     report.add_argument("--out", dest="page", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
     report.add_argument("--markdown", type=Path, metavar="FILE", help="the Markdown (default: RUN/report.md)")
-    report.add_argument("--serve", action="store_true", help="serve a page that updates during the run instead")
-    report.add_argument("--host", metavar="ADDRESS", help="of the page with --serve (default: this machine only)")
-    report.add_argument("--port", type=int, help="likewise (default: 8470; 0: any free one)")
+    report.add_argument(
+        "--serve", action="store_true", help="instead of writing files, serve a page that updates during the run"
+    )
+    report.add_argument(
+        "--host", metavar="ADDRESS", help="address of the page with --serve (default: this machine only)"
+    )
+    report.add_argument("--port", type=int, help="port of the page with --serve (default: 8470; 0: any free one)")
     report.set_defaults(run=_report)
 
     top = commands.add_parser("top", help="watch a live run in the terminal: steps, engines, environments, alerts")
@@ -173,7 +177,7 @@ def _add_run_commands(commands: Any) -> None:
         "train", help="train a policy; starts the trainer's ranks unless cluster.ranks=external"
     )
     train.add_argument("--dry-run", action="store_true", help="check everything, print the plan, then stop")
-    gpus = "with --dry-run: plan for N H100 of 80 GB on one host, whatever is here"
+    gpus = "with --dry-run: plan for N H100 of 80 GB on one host, regardless of this machine"
     train.add_argument("--gpus", type=int, metavar="N", help=gpus)
     train.add_argument("--out", type=Path, metavar="DIR", help="folder of the outputs (short for run.out=DIR)")
     train.add_argument("--resolved", type=Path, metavar="FILE", help="the config.json of a run, instead of overrides")
@@ -190,10 +194,10 @@ def _add_run_commands(commands: Any) -> None:
 
 def _add_doctor(commands: Any) -> None:
     doctor = commands.add_parser("doctor", help="probe this host, or all hosts, and the services of a run before it")
-    text = "seconds: leave out the hashes of the model, the import of libraries, an engine and an environment"
+    text = "takes seconds: leave out the hashes of the model, the import of libraries, an engine and an environment"
     doctor.add_argument("--quick", action="store_true", help=text)
     doctor.add_argument("--json", action="store_true", help="print everything as JSON")
-    text = "the run that is to be started; without any, the machine alone is probed"
+    text = "settings of the run to start; without any, only the machine is probed"
     doctor.add_argument("overrides", nargs="*", help=f"{text}; {OVERRIDES_HELP}")
     doctor.set_defaults(run=_doctor)
 
@@ -202,7 +206,7 @@ def _add_model_commands(model: Any) -> None:
     extend = model.add_parser("extend", help="make a model folder with a longer context, by YaRN")
     extend.add_argument("source", type=Path, help="HF folder of the model as it was trained; TARGET has links to it")
     extend.add_argument("target", type=Path, help="new folder, for model.path")
-    extend.add_argument("--factor", type=float, required=True, help="how many times the context becomes longer")
+    extend.add_argument("--factor", type=float, required=True, help="factor by which the context becomes longer")
     trained = "what the model was trained on: 32768 for Qwen 3 (its config.json says 40960, answers included)"
     extend.add_argument("--original", type=int, required=True, metavar="TOKENS", help=trained)
     extend.set_defaults(run=_extend)
@@ -390,7 +394,7 @@ def _fetch(args: argparse.Namespace) -> int:
 
     if remote_model(args.model) is None:
         raise UserError(
-            f"{args.model}: is neither a hub id nor an address in a bucket; write organisation/name[@revision], "
+            f"{args.model} is neither a hub id nor an address in a bucket; write organisation/name[@revision], "
             f"s3://bucket/prefix or gs://bucket/prefix."
         )
     path = fetch(args.model)

@@ -146,8 +146,8 @@ CASES = {
         "and no tensor is stored so", made={"quantization_config": INT4}, weights_alone=True
     ),
     # Damage.
-    "pointer instead of weights": Case("is a pointer of Git LFS", with_pointer(TWO), SHARDED),
-    "pointer instead of the tokenizer": Case("is a pointer of Git LFS", with_pointer("tokenizer.json")),
+    "pointer instead of weights": Case("is a Git LFS pointer", with_pointer(TWO), SHARDED),
+    "pointer instead of the tokenizer": Case("is a Git LFS pointer", with_pointer("tokenizer.json")),
     "no index": Case(f"and {INDEX}, which lists them, is missing", without_index, SHARDED),
     "missing file": Case(f"missing although {INDEX} lists it", lambda folder: (folder / TWO).unlink(), SHARDED),
     "file of another version": Case(f"{INDEX} does not list it", extra("model-00004-of-00009.safetensors"), SHARDED),
@@ -156,10 +156,10 @@ CASES = {
     "pickled weights": Case(
         "pytorch_model.bin cannot be read", lambda folder: (folder / SINGLE).rename(folder / "pytorch_model.bin")
     ),
-    "consolidated weights beside the index": Case(
-        "engines would load it in the place of", extra("consolidated.safetensors"), SHARDED, weights_alone=True
+    "consolidated weights next to the index": Case(
+        "engines would load it instead of", extra("consolidated.safetensors"), SHARDED, weights_alone=True
     ),
-    "adapter beside the weights": Case(
+    "adapter next to the weights": Case(
         "engines would load both", extra("adapter_model.safetensors"), weights_alone=True
     ),
     # Contradictions between files.

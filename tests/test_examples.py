@@ -137,5 +137,5 @@ def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
 )
 def test_what_is_no_loss_is_refused(tmp_path, monkeypatch, code, words):
     name = module(tmp_path, monkeypatch, f"def own(inputs, algorithm): return {code}")
-    with pytest.raises(UserError, match=f"^algorithm.loss={name}:own: .*({words})"):
+    with pytest.raises(UserError, match=f"^algorithm.loss={name}:own:? .*({words})"):
         make_loss(AlgorithmConfig(loss=f"{name}:own"))(inputs([0.0, 0.0], [1.0, 1.0]))

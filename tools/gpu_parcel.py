@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         say(f"error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here", sys.stderr)
+        say("interrupted; the same command continues from here", sys.stderr)
         return 130
     return 0
 
@@ -371,7 +371,9 @@ def run_pip(
         done = subprocess.run(arguments, env=os.environ | (environment or {}), stdout=output, stderr=output)
     if done.returncode:
         names = " and ".join(f"{pin.name} {pin.version}" for pin in pins)
-        raise UserError(f"pip {command} failed for {names}; see {log or 'above'}. The same command goes on from here.")
+        raise UserError(
+            f"pip {command} failed for {names}; see {log or 'above'}. The same command continues from here."
+        )
     return staging
 
 

@@ -404,7 +404,7 @@ def enumerate_release(source: Path | None) -> str:
         RuntimeError: a process failed; with the end of what it printed.
     """
     if source and not (source / "megatron" / "core" / "__init__.py").is_file():
-        raise UserError(f"{source}: holds no megatron/core/__init__.py; name the folder a wheel was unpacked into.")
+        raise UserError(f"{source} holds no megatron/core/__init__.py; name the folder a wheel was unpacked into.")
     with tempfile.TemporaryDirectory() as folder:
         running = {spec: _start(spec, source, folder) for spec in VARIANTS}
         outputs = {spec: process.communicate()[0] for spec, process in running.items()}

@@ -43,7 +43,7 @@ def table() -> str:
     """Accepted folders in a line, and a row for each that is refused."""
     found = list(rows())
     accepted = [name for name, said, _ in found if said == "accepted"]
-    lines = [f"Accepted: {', '.join(accepted)}.", "", "| folder | what is said | refused for |", "|---|---|---|"]
+    lines = [f"Accepted: {', '.join(accepted)}.", "", "| folder | error message | refused for |", "|---|---|---|"]
     lines += [f"| {name} | `` {said} `` | {where} |" for name, said, where in found if said != "accepted"]
     return "\n".join(lines)
 

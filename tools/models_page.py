@@ -31,7 +31,7 @@ HEAD = """# Which models
 
 *Can I train my model, with adapters, with images?*
 
-Made by `python tools/models_page.py` from the families in `megatron_fleet/models/`. `model_type` stands in the model's
+Made by `python tools/models_page.py` from the families in `megatron_fleet/models/`. `model_type` is in the model's
 `config.json`. Every model here is read from its Hugging Face folder, written back to one, served by vLLM with live
 weight updates, and [converted](convert.md) in both directions, also from the quantised forms of its releases.
 
@@ -39,7 +39,7 @@ weight updates, and [converted](convert.md) in both directions, also from the qu
 TAIL = """
 * **trained**: all parameters, in every layout ([parity](../understand/parity.md)). *text part*: the vision part stays
   as it is. Multi-token prediction layers are kept and not trained.
-* **LoRA**: `policy.lora.rank` above 0 trains adapters alone; `policy.lora.targets` says of which layers. A checkpoint
+* **LoRA**: `policy.lora.rank` above 0 trains adapters alone; `policy.lora.targets` names the layers. A checkpoint
   holds only them; `hf/` is the merged model, see [precision and memory](precision.md).
 * **chat format**: runs and evaluations with engines need one (`rollout.renderer`), and
   [choose it](#chat-templates) by the model's chat template. Without one a model is converted and evaluated behind an
@@ -54,7 +54,7 @@ The template that counts is the one that transformers takes for tools: `addition
 file of vision processors, only where there is no other. A run starts only if the template renders a few conversations
 to the same text as the chat format, character for character; comments, blanks inside tags and a system text for
 conversations without one make no difference. `rollout.renderer=FORMAT` leaves the template unread; a
-[format of your own](../understand/adding-an-architecture.md) is for what no format here writes.
+[format of your own](../understand/adding-an-architecture.md) is for models that no built-in format fits.
 
 | template of | outcome |
 |---|---|

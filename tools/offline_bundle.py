@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         say(f"error: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
-        say("interrupted; the same command goes on from here", sys.stderr)
+        say("interrupted; the same command continues from here", sys.stderr)
         return 130
     return 0
 
@@ -241,7 +241,7 @@ def download(job: Job) -> None:
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
         if not step(staging):
-            raise UserError(f"pip did not get {name}, for the reason above; the same command goes on from here.")
+            raise UserError(f"pip did not get {name}, for the reason above; the same command continues from here.")
         for path in staging.iterdir():
             path.replace(job.packages / path.name)
         with done.open("a", encoding="utf-8") as lines:
@@ -332,7 +332,7 @@ def fetch_source(job: Job, pin: Pin, folder: Path) -> bool:
                 with index.open(url) as response:
                     content = response.read()
             except UNREADABLE as error:
-                raise UserError(f"{without_password(url)}: {error}; the same command goes on from here.") from error
+                raise UserError(f"{without_password(url)}: {error}; the same command continues from here.") from error
             if hashlib.sha256(content).hexdigest() not in pin.hashes:
                 raise UserError(f"{without_password(url)} has another hash than the lock file gives {pin.name}.")
             (folder / name).write_bytes(content)

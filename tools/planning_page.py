@@ -49,7 +49,7 @@ def names() -> tuple[str, ...]:
 def experiments() -> str:
     """Time, memory and cost of each experiment."""
     head = ["experiment", "GPUs", "train GiB", "roll GiB", "host GiB", "rollout s", "training s", "step s"]
-    lines = [f"| {' | '.join([*head, 'GPU-hours', 'what binds'])} |", "|---" * 10 + "|"]
+    lines = [f"| {' | '.join([*head, 'GPU-hours', 'bottleneck'])} |", "|---" * 10 + "|"]
     for name in names():
         plan = planned(name)
         assert plan.step is not None and plan.problem is None
@@ -108,9 +108,9 @@ def constants() -> str:
         f"{1e3 * training.EXPERT_LAYER_S:g} ms",
         "rest of an update": f"{training.UPDATE_S} s",
         "decoding, share of the memory's bandwidth; experts": f"{rollout.DECODE}, {rollout.EXPERT_READS}",
-        "decoding, the host's work for a step beside the device's; each sequence": f"{1e3 * rollout.STEP_S:g} ms, "
+        "decoding, the host's part of a step; each sequence": f"{1e3 * rollout.STEP_S:g} ms, "
         f"{1e6 * rollout.SEQUENCE_S:g} µs",
-        "decoding, at least for a layer; latent attention besides": f"{1e6 * rollout.LAYER_KERNELS_S:g}, "
+        "decoding, at least for a layer; latent attention in addition": f"{1e6 * rollout.LAYER_KERNELS_S:g}, "
         f"{1e6 * rollout.LATENT_S:g} µs",
         "small all-reduce in a host; for each doubling of hosts": f"{1e6 * rollout.MESSAGE_S:g}, "
         f"{1e6 * rollout.NETWORK_MESSAGE_S / 2:g} µs",

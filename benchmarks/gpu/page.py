@@ -46,12 +46,12 @@ cp -r runs/gpu/DEVICE benchmarks/results/gpu/ && python benchmarks/gpu/page.py  
 ```
 
 Each part runs in a process of its own with a time limit and writes `runs/gpu/DEVICE/PART.json` as it measures; its
-output is in `logs/`, traces and the engines' output in `files/`. The same command goes on where an interrupted one
+output is in `logs/`, traces and the engines' output in `files/`. The same command continues where an interrupted one
 stopped. What is missing (Transformer Engine, vLLM, a second GPU, memory, the episode environment) is skipped, with the
 reason in the file. No part needs a network: models have random weights in the shape of Qwen3-8B.
 
 Times are medians of several repetitions after a warm-up, taken by the clock around work that the device has finished.
-Matrix products, copies and plain transfers beside which they stand are measured in the same process. The limits are
+Matrix products, copies and plain transfers that they are compared with are measured in the same process. The limits are
 those of one H200, measured through PyTorch: {MATRIX_TFLOPS} TFLOP/s in BF16 (a product of 8192 x 8192 matrices of
 random numbers) and {COPY_TB_S} TB/s (a copy within the device's memory, bytes read and written).
 
@@ -223,7 +223,7 @@ def device_section(folder: Path, results: Mapping[str, Result], picture: Path) -
         yield f"\nNot run on it: {', '.join(left)}.\n"
     if drawn := charts(results):
         write_svg(picture, machine["device"], drawn)
-        yield f"\n![measured speeds of {folder.name} beside the limits]({picture.name})\n"
+        yield f"\n![measured speeds of {folder.name} and the limits]({picture.name})\n"
     for part in PARTS:
         if part.name in results:
             yield from part_section(part, results[part.name])

@@ -103,15 +103,18 @@ async def _sentence(client: ChatClient, params: ChatParams, refusal: RequestRefu
         advice = (
             f"it has {', '.join(names[:SHOWN_MODELS])}" if names else "name one of its models, or correct the address"
         )
-        return f"eval.endpoint.model={model}: {url} does not know it {said}; {advice}."
+        return f"eval.endpoint.model={model}: {url} does not have this model {said}; {advice}."
     if _names(refusal, "temperature"):
         key = "rollout.sampling.temperature" if params.temperature else "eval.greedy"
         advice = "set it to 1" if params.temperature else "set it to false"
         value = f"{params.temperature:g}" if params.temperature else "true"
-        return f"{key}={value}: {model} takes no temperature={params.temperature:g} {said}; {advice}."
+        return f"{key}={value}: {model} does not accept temperature={params.temperature:g} {said}; {advice}."
     if re.search(r"\btools?\b|tool_choice|tool-call", str(refusal)) or refusal.about.startswith("tool"):
         return (
-            f"eval.endpoint.model={model}: {url} takes no tools {said}; serve it with tool calling (for vLLM "
+            f"eval.endpoint.model={model}: {url} does not accept tools {said}; serve it with tool calling (for vLLM "
             f"--enable-auto-tool-choice and --tool-call-parser)."
         )
-    return f"eval.endpoint.url={url}: refuses a request to model {model} {said}; change what it says."
+    return (
+        f"eval.endpoint.url={url}: the server refuses a request to model {model} {said}; change the setting that it "
+        f"names."
+    )

@@ -64,7 +64,7 @@ def _own(path: str) -> Agent:
                 raise
             raise TimeoutError(f"agent.kind={path} played for more than {limit:g} s") from error
         if not isinstance(played, Trajectory):
-            raise TypeError(f"agent.kind={path} gave {type(played).__name__}; it must give a Trajectory")
+            raise TypeError(f"agent.kind={path} returned {type(played).__name__}; it must return a Trajectory")
         return played
 
     return play

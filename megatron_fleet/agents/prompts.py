@@ -85,5 +85,5 @@ def _read(path: Path) -> dict[str, Any]:
     remedy = f"correct agent.prompts; {SHIPPED.name} shows the form"
     content = parse_yaml(read_file(path, remedy), str(path), remedy)
     if not isinstance(content, dict):
-        raise UserError(f"agent.prompts={path}: must be a table of texts; {SHIPPED.name} shows the form.")
+        raise UserError(f"agent.prompts={path} must be a table of texts; {SHIPPED.name} shows the form.")
     return content

@@ -80,7 +80,7 @@ def group_advantages(rewards: Sequence[float | None], name: str) -> list[float |
     values = np.asarray(advantage(np.array([rewards[i] for i in known], dtype=np.float64)))
     if values.shape != (len(known),) or not np.isfinite(values).all():
         raise UserError(
-            f"algorithm.advantage={name}: gave {str(values)[:200]} for {len(known)} rewards; it must give as many "
+            f"algorithm.advantage={name} returned {str(values)[:200]} for {len(known)} rewards; it must return as many "
             f"finite numbers."
         )
     result: list[float | None] = [None] * len(rewards)

@@ -82,8 +82,8 @@ def shaped_rewards(group: Group, algorithm: AlgorithmConfig) -> list[float | Non
         values = [None] * len(known)
     if [is_known(value) for value in values] != known:
         raise UserError(
-            f"algorithm.reward_shaping={name}: gave {str(given)[:200]} for the rewards "
-            f"{str([t.reward for t in group.trajectories])[:200]}; it must give a finite number for each known one."
+            f"algorithm.reward_shaping={name} returned {str(given)[:200]} for the rewards "
+            f"{str([t.reward for t in group.trajectories])[:200]}; it must return a finite number for each known one."
         )
     return values
 
@@ -97,5 +97,5 @@ def keeps_group(group: Group, rewards: Sequence[float | None], algorithm: Algori
     name = algorithm.group_filter
     kept = (FILTERS.get(name) or load(OWN_FILTER, name))(group, rewards)
     if not isinstance(kept, bool | np.bool_):
-        raise UserError(f"algorithm.group_filter={name}: gave {kept!r:.200}; it must give True or False.")
+        raise UserError(f"algorithm.group_filter={name} returned {kept!r:.200}; it must return True or False.")
     return bool(kept)

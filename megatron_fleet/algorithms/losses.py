@@ -68,7 +68,7 @@ def _own_term(path: str) -> PolicyTerm:
             raise UserError(f"algorithm.loss={path}: {bad[0]!r} cannot name a metric; use letters, digits and _.")
         if shape != tuple(x.logprobs.shape):
             raise UserError(
-                f"algorithm.loss={path}: gave values of shape {shape} for {len(x.logprobs)} tokens; it must give one "
+                f"algorithm.loss={path}: gave values of shape {shape} for {len(x.logprobs)} tokens; it must return one "
                 f"for each."
             )
         return gain, {f"{OWN}{name}": value.detach() for name, value in named.items()}

@@ -40,7 +40,7 @@ MAX_ENVIRONMENTS = 24
 MAX_TASKS = 40
 """Tasks listed by name."""
 PER_ENVIRONMENT = ("eval/{env}/pass_at_1", "reward/{env}/avg_raw_reward")
-NO_SETTINGS = "There is no configuration on record of: {}."
+NO_SETTINGS = "These runs have no recorded configuration: {}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ def write_comparison(places: Sequence[str], page: Path) -> str:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         write_atomically(page, content)
     except OSError as e:
-        raise UserError(f"{page}: cannot be written ({e.strerror}); name another file.") from e
+        raise UserError(f"{page} cannot be written ({e.strerror}); name another file.") from e
     lines = [*_summary(runs), f"{page} ({len(content) / 1e6:.1f} MB)"]
     return "\n".join(map(shown, lines))
 
@@ -141,7 +141,9 @@ def _head(runs: Sequence[Compared]) -> ReportSection:
         notes.insert(0, "The runs have different task files: tasks of one key may differ in content.")
     thresholds = {one.run.pass_threshold for one in runs}
     if len(thresholds) > 1:
-        notes.insert(0, f"The runs call a task solved from different rewards on: {sorted(thresholds)}.")
+        notes.insert(
+            0, f"The runs count a task as solved from different rewards (eval.pass_threshold): {sorted(thresholds)}."
+        )
     if len({_last(one)[1] for one in runs}) > 1:
         notes.insert(
             0, "The last evaluations are after different numbers of steps; Environments has the last common one."
@@ -240,7 +242,7 @@ def _tasks(runs: Sequence[Compared]) -> ReportSection:
     chosen = [task for task in sorted(spread, key=lambda task: (-spread[task], task)) if spread[task] > 0][:MAX_TASKS]
     if not chosen:
         return ReportSection(
-            "tasks", "Tasks", (Text("No shared task has another pass@1 in one run than in the first."),)
+            "tasks", "Tasks", (Text("All shared tasks have the same pass@1 in every run as in the first."),)
         )
     differing = sum(value > 0 for value in spread.values())
     text = f"{differing} of {len(spread)} shared tasks differ in the last evaluations; those that differ most:"
@@ -334,10 +336,9 @@ def _definitions(runs: Sequence[Compared]) -> ReportSection:
         "and is never counted as 0. pass@1 is the mean over tasks of the share of attempts that solved the task. "
         f"Brackets hold 95 % percentile bootstrap intervals over tasks ({RESAMPLES} resamples, fixed seed). "
         f"Differences are those from {runs[0].label}: where two runs share tasks, the mean over these of the "
-        "differences of each task, which are resampled (a paired bootstrap); where they share none, the tasks of each "
-        "run are resampled by "
-        f"themselves. They are coloured from {MIN_TASKS} tasks on when the interval does not hold 0. Each interval is "
-        "for itself: among twenty comparisons of equal runs one is coloured on average. An interval says how results "
-        "vary over tasks, not over repetitions of a run with other seeds."
+        f"differences of each task, which are resampled (a paired bootstrap); where they share no tasks, the tasks of "
+        f"each run are resampled by themselves. They are coloured from {MIN_TASKS} tasks on when the interval does not "
+        f"hold 0. Each interval is for itself: among twenty comparisons of equal runs one is coloured on average. An "
+        f"interval says how results vary over tasks, not over repetitions of a run with other seeds."
     )
     return ReportSection("method", "Definitions", (Text(text),))

@@ -181,12 +181,12 @@ def _false_completion(episode: Episode, errors: Mapping[str, str]) -> str | None
 CATEGORIES: tuple[Category, ...] = (
     Category("arguments", "argument errors", "a tool refused the arguments of a call", _from_tools("arguments")),
     Category(
-        "authorisation", "authorisation", "a tool said that the user may not do this", _from_tools("authorisation")
+        "authorisation", "authorisation", "a tool answered that the user lacks permission", _from_tools("authorisation")
     ),
-    Category("not_found", "not found", "a tool did not find what was named", _from_tools("not_found")),
+    Category("not_found", "not found", "a tool did not find what the call named", _from_tools("not_found")),
     Category("unknown_tool", "unknown tool", "a call named a tool that does not exist", _from_tools("unknown_tool")),
     Category(
-        "server", "server errors", "a tool said that its service was busy, locked or broken", _from_tools("server")
+        "server", "server errors", "a tool answered that its service was busy, locked or broken", _from_tools("server")
     ),
     Category("other_tool_error", "other tool errors", "any other error of a tool", _from_tools("other_tool_error")),
     Category("timeout", "timeouts", "the outcome is `timeout`, or a tool timed out", _timeout),

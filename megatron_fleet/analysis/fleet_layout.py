@@ -35,7 +35,7 @@ OUTCOMES = {**dict.fromkeys(LOST, Outcome.ENV_FAILED), "timeout": Outcome.TIMEOU
 context or one turn) and are shown as they are."""
 SCORES = (
     "The trajectories are in the layout of Fleet's training system. A score of 0 there may also be an episode whose "
-    "verifier failed or never ran; nothing in the files tells which, so pass@1 and rewards here may be too low.",
+    "verifier failed or never ran; the files do not tell which, so pass@1 and rewards here may be too low.",
     "Episodes whose environment failed (stop reasons env_init_failed, env_init_error, trajectory_error) are recorded "
     "there with a score of 0; here their reward is unknown.",
 )
@@ -45,7 +45,7 @@ MISSING = (
     "markers of the decoded text; samples of a task are numbered in the order of the file."
 )
 NO_TASKS = "The files of training steps name no tasks: the SHA-256 of the prompt stands for the task."
-NO_METRICS = "There is no metrics.jsonl: curves have only what evaluations and the training steps read here say."
+NO_METRICS = "There is no metrics.jsonl: curves show only the evaluations and the training steps that were read."
 _FILE = re.compile(rf"{FLEET_EVALUATIONS}/global_step_(\d+)_evals/(greedy/)?([^/]+)\.jsonl")
 _TRAINING = re.compile(rf"{FLEET_TRAINING}/global_step_(\d+)\.jsonl")
 _SAID = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n?|(?=<\|im_start\|>)|\Z)", re.DOTALL)
@@ -159,7 +159,7 @@ def _common(record: Mapping[str, Any], score: Any, messages: tuple[tuple[str, st
 
 def _number(value: Any) -> float:
     if (number := number_of(value)) is None:
-        raise ValueError("a score is no number")
+        raise ValueError("a score is not a number")
     return number
 
 

@@ -61,7 +61,7 @@ def write_report(place: Path | str, page: Path | None = None, text: Path | None 
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
             write_atomically(path, content)
         except OSError as e:
-            raise UserError(f"{path}: cannot be written ({e.strerror}); name another file.") from e
+            raise UserError(f"{path} cannot be written ({e.strerror}); name another file.") from e
     written = [f"{path} ({len(content) / 1e6:.1f} MB)" for path, content in targets.items()]
     return "\n".join(map(shown, [*_summary(run, document.sections[0]), *written]))
 

@@ -131,7 +131,7 @@ class Run:
                 episodes, left_out = read_episodes(path, self.pass_threshold)
         except (OSError, UserError) as error:
             why = error.strerror if isinstance(error, OSError) else str(error)
-            self.notes.append(f"{name}: cannot be read and was left out ({why}).")
+            self.notes.append(f"{name} cannot be read and was left out ({why}).")
             return []
         if left_out:
             self.notes.append(f"{name}: {left_out} episodes are cut or damaged and were left out.")
@@ -183,7 +183,7 @@ def read_run(place: Path | str) -> Run:
     if not run.rows:
         run.aggregated = _aggregated(run)
     if not (run.rows or run.aggregated or sets or run.fleet):
-        where = f"{place}: holds neither metrics.jsonl nor trajectories"
+        where = f"{place} holds neither metrics.jsonl nor trajectories"
         raise UserError(f"{where}; name the folder of a run (run.out), or its address in a store.")
     _read_config(run, only_fleet=not (sets or run.rows))
     for kind in EVALUATIONS:
@@ -237,7 +237,7 @@ def _aggregated(run: Run) -> list[dict[str, Any]]:
         try:
             rows.append(fleet_layout.read_aggregated(run.folder / name, step))
         except (UserError, OSError):
-            run.notes.append(f"{name}: cannot be read and was left out.")
+            run.notes.append(f"{name} cannot be read and was left out.")
     return rows
 
 
@@ -273,7 +273,7 @@ def _gaps(run: Run) -> list[str]:
     first, last = run.first_and_last(kind)
     if first is None or kind == TRAINING:
         notes.append(
-            "There are no trajectories of an evaluation, so nothing here says how single tasks went on held-out data."
+            "There are no trajectories of an evaluation, so results of single tasks on held-out data are not shown."
         )
     elif last is None and not run.is_evaluation:
         notes.append(f"There are trajectories of one evaluation only (step {first}), so there is no before and after.")

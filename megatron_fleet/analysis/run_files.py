@@ -104,8 +104,8 @@ class RunFiles:
             for copy in wanted:
                 if (found := _size(self.folder / copy.target)) != copy.size:
                     raise UserError(
-                        f"{self.folder / copy.target}: has {found} bytes instead of {copy.size}; remove it, and it is "
-                        f"downloaded again."
+                        f"{self.folder / copy.target} has {found} bytes instead of {copy.size}; remove it, so that it "
+                        f"is downloaded again."
                     )
 
     def _find(self, place: str) -> None:

@@ -32,7 +32,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     pruning = commands.add_parser("prune", help="remove old checkpoints of a run, and those that no longer count")
     pruning.add_argument("place", help=PLACE)
     pruning.add_argument("--keep", type=_at_least_one, default=1, metavar="N", help="newest to keep (%(default)s)")
-    pruning.add_argument("--dry-run", action="store_true", help="only say what would be removed")
+    pruning.add_argument("--dry-run", action="store_true", help="print what would be removed, and remove nothing")
     pruning.set_defaults(run=_prune)
 
 
@@ -74,7 +74,7 @@ def _diff(args: argparse.Namespace) -> int:
     one, other = runs.find_run(args.place), runs.find_run(args.other)
     for run in (one, other):
         if not run.config:
-            raise UserError(f"{run.place}: has no configuration on record; compare runs that have a config.json.")
+            raise UserError(f"{run.place} has no recorded configuration; compare runs that have a config.json.")
     names = [runs.folder_name(place) for place in (args.place, args.other)]
     names = names if names[0] != names[1] else [args.place, args.other]
     rows = [(key, *map(str, values)) for key, *values in differences(one.config, other.config)]

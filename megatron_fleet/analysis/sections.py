@@ -198,7 +198,7 @@ def learning_signal(run: Run) -> ReportSection:
 SIGNAL_TEXT = (
     "A group whose known rewards are all equal has no gradient. A step has signal when some prompt of the environment "
     f"has rewards that differ. Below {percent(FEW)} of steps an environment is too hard or too easy: its mean reward "
-    "tells which."
+    f"shows which of the two."
 )
 
 

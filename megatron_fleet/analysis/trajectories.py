@@ -139,9 +139,7 @@ class Place:
         else:
             self.files = self._shards(address) or self._run(address)
         if not self.files:
-            raise UserError(
-                f"{address}: holds no trajectories; name a run's folder, its address in a store, or a file."
-            )
+            raise UserError(f"{address} holds no trajectories; name a run's folder, its address in a store, or a file.")
         self.files.sort(key=lambda f: (f.step, f.kind))
 
     def image_folder(self, names: Sequence[str]) -> Path | None:

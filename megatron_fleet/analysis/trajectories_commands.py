@@ -77,7 +77,7 @@ def _steps(text: str | None) -> tuple[int, int] | None:
         return None
     first, _, last = text.partition("-")
     if not first.isdecimal() or (last and not last.isdecimal()) or (text.endswith("-")):
-        raise UserError(f"--step={text}: is neither a step nor a range of steps; write 12 or 10-20.")
+        raise UserError(f"--step={text} is neither a step nor a range of steps; write 12 or 10-20.")
     return int(first), int(last or first)
 
 
@@ -92,5 +92,5 @@ def _rewards(text: str | None) -> tuple[float, float, bool]:
     except ValueError:
         first = last = math.nan
     if not first <= last:
-        raise UserError(f"--reward={text}: is no range; write 0.5..1, ..0, 1, or unknown.")
+        raise UserError(f"--reward={text} is not a range; write 0.5..1, ..0, 1, or unknown.")
     return first, last, False

@@ -76,10 +76,10 @@ class Checkpoint:
         for name, expected in manifest["files"].items():
             file = path / name
             if not os.path.isfile(file):  # False also for a name that no file can have
-                raise DamagedCheckpoint(f"{file}: is missing although the checkpoint's {MANIFEST} lists it.")
+                raise DamagedCheckpoint(f"{file} is missing although the checkpoint's {MANIFEST} lists it.")
             if (size := file.stat().st_size) != expected["bytes"]:
                 raise DamagedCheckpoint(
-                    f"{file}: has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}."
+                    f"{file} has {size} bytes, the checkpoint's {MANIFEST} says {expected['bytes']}."
                 )
         return Checkpoint(path, manifest["step"])
 
@@ -248,9 +248,9 @@ class Checkpoints:
                 faults.append(str(error))
                 continue
             for fault in faults:
-                log.warning("a damaged checkpoint is passed over: %s", fault)
+                log.warning("skipping a damaged checkpoint: %s", fault)
             if faults:
-                log.warning("the run goes on from step %d, %s", found.step, path)
+                log.warning("the run resumes from step %d, %s", found.step, path)
             return found
         if faults:
             raise UserError(

@@ -33,7 +33,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """Read a checkpoint's manifest. Raises UserError when it is missing or not in this version's format."""
     file = folder / MANIFEST
     if not file.is_file():
-        raise UserError(f"{folder}: is not a checkpoint, {MANIFEST} is missing (an interrupted save has none).")
+        raise UserError(f"{folder} is not a checkpoint, {MANIFEST} is missing (an interrupted save has none).")
     return parse_manifest(read_file(file, "use another checkpoint"), str(file))
 
 
@@ -82,7 +82,7 @@ def check_hashes(folder: Path, files: Mapping[str, Mapping[str, Any]], stop: thr
             found = pool.map(lambda name: _sha256(folder / name, advance, ended), files)
             for (name, entry), sha256 in zip(files.items(), found, strict=True):
                 if sha256 != entry["sha256"]:
-                    raise DamagedCheckpoint(f"{folder / name}: is damaged, its SHA-256 is not that of the {MANIFEST}.")
+                    raise DamagedCheckpoint(f"{folder / name} is damaged, its SHA-256 is not that of the {MANIFEST}.")
         except BaseException:
             failed.set()  # leaving the pool waits for its threads
             raise
@@ -106,7 +106,7 @@ def _sha256(file: Path, advance: Callable[[int], None], ended: Callable[[], bool
                 digest.update(buffer[:count])
                 advance(count)
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}).") from None
+        raise UserError(f"{file} cannot be read ({error.strerror}).") from None
     return digest.hexdigest()
 
 

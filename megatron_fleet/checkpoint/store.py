@@ -109,7 +109,7 @@ class RunStore:
         """Mark checkpoints of steps after ``step``: they no longer count."""
         for later in self.steps():
             if later > step:
-                log.warning("%s no longer counts: the run goes on from step %d", self.url_of(later), step)
+                log.warning("%s no longer counts: the run resumes from step %d", self.url_of(later), step)
                 open_folder(self.url_of(later)).write(SUPERSEDED, json.dumps({"resumed_step": step}).encode())
 
     def upload(self, checkpoint: Checkpoint, stop: threading.Event) -> None:
@@ -128,7 +128,7 @@ class RunStore:
         if staging.exists():
             if open_folder(url).read(MANIFEST) == data:
                 return
-            log.warning("%s: is from before the run was resumed, and is replaced", url)
+            log.warning("replacing %s, which is from before the run was resumed", url)
             self.remove(checkpoint.step)
         note = json.dumps({"manifest": hashlib.sha256(data).hexdigest()}).encode()
         there = staging.folder.sizes()
@@ -169,7 +169,7 @@ class RunStore:
                 if not again:
                     raise
                 # If it was damaged on the way here, an older checkpoint in its place would lose steps.
-                log.warning("what is damaged is downloaded once more: %s", error)
+                log.warning("downloading the damaged file once more: %s", error)
         commit_folder(partial, final)
 
     def _fetch(self, step: int, folder: Path, stop: threading.Event) -> None:
@@ -179,11 +179,11 @@ class RunStore:
         data = source.read(MANIFEST)
         manifest = parse_manifest(data, f"{url}/{MANIFEST}")
         if manifest["step"] != step:
-            raise DamagedCheckpoint(f"{url}/{MANIFEST}: is that of step {manifest['step']}; use another checkpoint.")
+            raise DamagedCheckpoint(f"{url}/{MANIFEST} is that of step {manifest['step']}; use another checkpoint.")
         stored, files = source.sizes(), manifest["files"]
         for name, entry in files.items():
             if stored.get(name) != entry["bytes"]:
-                raise DamagedCheckpoint(f"{url}/{name}: has {stored.get(name)} bytes of {entry['bytes']}.")
+                raise DamagedCheckpoint(f"{url}/{name} has {stored.get(name)} bytes of {entry['bytes']}.")
         missing = [name for name, entry in files.items() if not is_whole(folder, name, entry, stop)]
         copies = [Copy(name, name, files[name]["bytes"]) for name in missing]
         needed = sum(copy.size for copy in copies)
@@ -281,7 +281,7 @@ class Uploader:
             self._changed.notify_all()
             left = len(self._waiting)
         if left and timeout_s > 0:
-            log.info("waiting for %d checkpoints on their way to %s", left, self._store.url)
+            log.info("waiting for the upload of %d checkpoints to %s", left, self._store.url)
         self._thread.join(timeout_s)
         self._stop.set()
         if unsent := sorted(self.waiting()):
@@ -315,12 +315,12 @@ class Uploader:
                     self._replaced, self._waiting = error, []
                 return
             except (UserError, OSError) as error:
-                log.warning("step %d is not in the store yet: %s", checkpoint.step, error)
+                log.warning("step %d could not be uploaded yet: %s", checkpoint.step, error)
                 with self._changed:
                     self._failures += 1
                     self._changed.wait_for(lambda: self._stop.is_set() or len(self._waiting) != 1, retry_s)
                     if len(self._waiting) > 1:
-                        log.warning("step %d is given up for the store: a newer one is there", checkpoint.step)
+                        log.warning("step %d is not uploaded: a newer checkpoint is in the store", checkpoint.step)
                         self._waiting.remove(checkpoint)
                 retry_s = min(2 * retry_s, LAST_RETRY_S)
                 continue

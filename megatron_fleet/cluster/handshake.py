@@ -48,8 +48,8 @@ class Dialler:
                 if hmac.compare_digest(proof, _proof(self._token, "listener", self._nonce, nonce)):
                     return _proof(self._token, "dialler", self._nonce, nonce)
             case None:
-                raise NotOfThisRun("who listens there closed the connection")
-        raise NotOfThisRun("who listens there does not know this run's token")
+                raise NotOfThisRun("the server there closed the connection")
+        raise NotOfThisRun("the server there does not have this run's token")
 
 
 async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> bytes:
@@ -59,7 +59,7 @@ async def dial(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token
     try:
         return dialler.proof(await frames.read(reader, frames.MAX_HELLO))
     except ValueError as error:
-        raise NotOfThisRun(f"who listens there sent {error}") from error
+        raise NotOfThisRun(f"the server there sent {error}") from error
 
 
 async def admit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, token: str) -> list[Any] | None:

@@ -120,8 +120,8 @@ def _with_ranks(host: Host, ranks: Sequence[StartedRank]) -> Host:
     for one, other in itertools.pairwise(ordered):
         if one.local_rank == other.local_rank:
             raise UserError(
-                f"Ranks {one.rank} and {other.rank} both say that they are local rank {one.local_rank} of host "
-                f"{host.name}; give hosts names of their own, or correct what starts the ranks."
+                f"Ranks {one.rank} and {other.rank} both claim to be local rank {one.local_rank} of host "
+                f"{host.name}; give hosts names of their own, or fix the launch command."
             )
     used = tuple(rank.device for rank in ordered if rank.device is not None)
     named = {device.uuid for device in used}

@@ -65,7 +65,9 @@ class ExternalRanks:
 
     async def how_ended(self, rank: int) -> str:
         """Point to the rank's log and its launcher, since the exit status is not known here."""
-        return f"rank {rank} closed its connection; see {self._logs / f'rank_{rank}.log'}, and what started it"
+        return (
+            f"rank {rank} closed its connection; see {self._logs / f'rank_{rank}.log'}, and the output of its launcher"
+        )
 
     def failed(self) -> str | None:
         """Return ``None``: the state of external ranks is not known here."""

@@ -78,7 +78,7 @@ async def _serve(address: str, token: str, host: Host) -> int:
         raise UserError(f"MFLEET_CONTROLLER={address}: {error}; give both sides the same MFLEET_TOKEN.") from None
     answer = await frames.read(reader)
     if answer is None or answer[0] != "welcome":
-        reason = answer[1] if answer else "it waits for no node (cluster.nodes)."
+        reason = answer[1] if answer else "the run waits for no further hosts (cluster.nodes)."
         raise UserError(f"MFLEET_CONTROLLER={address}: the controller refused host {host.name}: {reason}")
     say(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", sys.stderr)
     await asyncio.to_thread(fetch, answer[2])  # the processes that are started here get no HF_TOKEN
@@ -116,7 +116,7 @@ def own_folder(path: Path) -> Path:
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise UserError(
-            f"{path}: is not a folder of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), "
+            f"{path} is not a folder of this user alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), "
             f"and Ray's sockets would be in it; remove it."
         )
     return path

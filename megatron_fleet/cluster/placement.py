@@ -134,7 +134,7 @@ def _ranks_of_hosts(hosts: Sequence[Host], wanted: int, cuda: bool) -> _RanksOf:
     if started != list(range(wanted)):
         found = "; ".join(f"{name}: {', '.join(map(str, ranks)) or 'none'}" for name, ranks in ranks_of.items())
         raise UserError(
-            f"{_LAYOUT} = {wanted} ranks are wanted, but {len(started)} were started ({found}); change the launch or "
+            f"{_LAYOUT} = {wanted} ranks are needed, but {len(started)} were started ({found}); change the launch or "
             f"the layout."
         )
     for host in hosts:
@@ -224,7 +224,7 @@ def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocat
     wish = f"{_DEVICE_PARTS} = {wanted.engines} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
     if size > largest:
         return f"{wish}, and an engine cannot extend over several hosts; lower rollout.engine.tensor_parallel."
-    return f"{wish}; lower one of them, or give the run more GPUs or other ranks."
+    return f"{wish}; lower one of them, give the run more GPUs, or change the ranks."
 
 
 def _transport(name: str, cuda: bool, colocated: bool, hosts: int) -> str:

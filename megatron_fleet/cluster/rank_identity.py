@@ -191,7 +191,7 @@ def _read_srun(environ: Mapping[str, str]) -> RankIdentity | None:
     if missing := [name for name in names if name not in environ]:
         raise UserError(
             f"SLURM_PROCID={environ['SLURM_PROCID']} is set, but not {' and '.join(missing)}; start ranks with srun, "
-            f"which sets all of them, or unset what is left of it."
+            f"which sets all of them, or unset the remaining SLURM_ variables."
         )
     rank, world, local, node = (_integer(environ, name) for name in names[:4])
     tasks = _tasks_per_node(environ[_TASKS])

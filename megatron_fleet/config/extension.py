@@ -88,7 +88,7 @@ def load(interface: Interface, path: str) -> Callable[..., Any]:
     """
     key = interface.key
     if not is_path(path):
-        raise UserError(f"{key}={path} is neither one of ours nor package.module:name.")
+        raise UserError(f"{key}={path} is neither a built-in name nor package.module:name.")
     module_name, _, name = path.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
@@ -113,15 +113,15 @@ def _check_interface(where: str, found: Callable[..., Any], interface: Interface
     try:
         inspect.signature(found).bind(*interface.arguments)
     except TypeError as error:
-        raise UserError(f"{where}: must take {interface.spelt}: {error}.") from None
+        raise UserError(f"{where} must take {interface.spelt}: {error}.") from None
     except ValueError:  # some builtins have no signature
         pass
     if _is_async(found) != interface.is_async and not interface.may_be_async:
         must = "must be an async function" if interface.is_async else "must not be an async function"
-        raise UserError(f"{where}: {must}, as it is {'' if interface.is_async else 'not '}awaited; correct it.")
+        raise UserError(f"{where} {must}, as it is {'' if interface.is_async else 'not '}awaited; correct it.")
     for name in interface.awaited if isinstance(found, type) else ():
         if not _is_async(getattr(found, name, None)):
-            raise UserError(f"{where}: has no async method {name}; add it.")
+            raise UserError(f"{where} has no async method {name}; add it.")
 
 
 def _is_async(found: Any) -> bool:

@@ -45,16 +45,14 @@ def read_file(path: Path, remedy: str = "correct the path") -> bytes:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
-                raise UserError(f"{path}: is not a regular file; {remedy}.")
+                raise UserError(f"{path} is not a regular file; {remedy}.")
             if found.st_size > MAX_BYTES:
-                raise UserError(f"{path}: has {found.st_size} bytes, at most {MAX_BYTES} are read; {remedy}.")
+                raise UserError(f"{path} has {found.st_size} bytes, at most {MAX_BYTES} are read; {remedy}.")
             return file.read()
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}.") from None
+        raise UserError(f"{path} cannot be read ({error.strerror}); {remedy}.") from None
     except ValueError:
-        raise UserError(
-            f"{path}: cannot be the name of a file (a NUL or half of a surrogate pair); {remedy}."
-        ) from None
+        raise UserError(f"{path} cannot be the name of a file (a NUL or half of a surrogate pair); {remedy}.") from None
 
 
 def parse_json(data: bytes, where: str, remedy: str = "correct the file") -> Any:
@@ -89,7 +87,7 @@ def read_object(path: Path, remedy: str = "correct the file") -> dict[str, Any]:
     """Read a JSON object from a file. Raises UserError as `read_file` and `parse_json` do, and for any other value."""
     value = parse_json(read_file(path, remedy), str(path), remedy)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: holds a {type(value).__name__}, expected a JSON object; {remedy}.")
+        raise UserError(f"{path} holds a {type(value).__name__}, expected a JSON object; {remedy}.")
     return value
 
 

@@ -65,7 +65,7 @@ def _replace(tree: dict[str, Any], text: str, path: Path) -> None:
     for section in sections:
         tree = tree.get(section)  # type: ignore[assignment]  # checked on the next line
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: has no section {section}; give the config.json of a run.")
+            raise UserError(f"{path} has no section {section}; give the config.json of a run.")
     try:
         tree[key] = value if name in keys.texts() and value != "null" else json.loads(value)
     except ValueError:
@@ -205,7 +205,7 @@ def _explain(problem: ErrorDetails) -> str:
 
 def _unknown(name: str) -> str:
     guess = keys.suggest(name)
-    hint = f"did you mean {guess}?" if guess else "`mfleet config` prints the keys there are."
+    hint = f"did you mean {guess}?" if guess else "`mfleet config` prints all keys."
     return f"there is no key {name}; {hint}"
 
 

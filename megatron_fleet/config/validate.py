@@ -29,7 +29,7 @@ def _numbers(c: Config) -> str | None:
     for name, value in _leaves(c.model_dump()):
         if isinstance(value, int | float) and abs(value) > MAX_NUMBER:
             shown = value if isinstance(value, float) else f"(an integer of {value.bit_length()} bits)"
-            return f"{name}={shown} is beyond every use; give a number of at most {MAX_NUMBER:.0e}."
+            return f"{name}={shown} is too large; give a number of at most {MAX_NUMBER:.0e}."
     return None
 
 
@@ -56,7 +56,9 @@ def _processes(c: Config) -> str | None:
         "cluster.nodes": c.cluster.nodes,
     }
     name, most = max(counts.items(), key=lambda item: item[1])
-    return f"{name}: {most} are more than {MAX_PROCESSES}, the most that are started." if most > MAX_PROCESSES else None
+    return (
+        f"{name}: {most} are more than {MAX_PROCESSES}, the largest supported number." if most > MAX_PROCESSES else None
+    )
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

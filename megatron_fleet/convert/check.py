@@ -56,7 +56,7 @@ class Result:
         try:
             return Result(int(found["step"]), int(found["tokens"]), float(found["mean"]), float(found["largest"]))
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"{path}: is not the result of a check; {remedy}.") from None
+            raise UserError(f"{path} is not the result of a check; {remedy}.") from None
 
 
 def read_probe(place: str) -> Probe:
@@ -66,7 +66,7 @@ def read_probe(place: str) -> Probe:
     state = parse_json(open_folder(folder or ".").read(name), where, remedy)
     found = state.get(PROBE) if isinstance(state, dict) else None
     if found is None:
-        raise UserError(f"{where}: holds no log-probs to compare with; the run needs checkpoint.export.check=true.")
+        raise UserError(f"{where} holds no log-probs to compare with; the run needs checkpoint.export.check=true.")
     try:
         tokens = [[int(token) for token in row] for row in found["tokens"]]
         logprobs = [[float(value) for value in row] for row in found["logprobs"]]

@@ -96,7 +96,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
         help="greatest mean difference of log-probs allowed, in nats (default 0.1)",
     )
     check.add_argument("--tensor-parallel", type=_positive, default=1, metavar="N", help="GPUs of the engine")
-    check.add_argument("--write", metavar="FILE", type=Path, help="write the result as JSON, too")
+    check.add_argument("--write", metavar="FILE", type=Path, help="also write the result as JSON")
 
 
 def _command(
@@ -121,7 +121,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
         "--shard",
         default="1/1",
         metavar="I/N",
-        help="do part I of N, the others on other machines; whoever is last completes the folder",
+        help="do part I of N, with the others on other machines; the last to finish completes the folder",
     )
     parser.add_argument("--plan", action="store_true", help="check everything, print what would be written, then stop")
 
@@ -252,9 +252,9 @@ def _write_hashes(args: argparse.Namespace) -> int:
     try:
         file = args.hashes.open("x", encoding="utf-8")
     except FileExistsError:
-        raise UserError(f"{args.hashes}: exists already; name another file or remove it.") from None
+        raise UserError(f"{args.hashes} already exists; name another file or remove it.") from None
     except OSError as e:
-        raise UserError(f"{args.hashes}: cannot be written ({e.strerror}); name another file.") from None
+        raise UserError(f"{args.hashes} cannot be written ({e.strerror}); name another file.") from None
     try:
         with file, ProgressLine() as progress:
             progress.start(args.path, side.nbytes)
@@ -295,7 +295,7 @@ def _check(args: argparse.Namespace) -> int:
 
     folder, probe = Path(args.folder), read_probe(args.checkpoint)
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder}: has no config.json; give a local HF folder.")
+        raise UserError(f"{folder} has no config.json; give a local HF folder.")
     result = compare(probe, scores_in_vllm(folder, probe.tokens, args.tensor_parallel))
     if args.write:
         result.write(args.write)

@@ -121,7 +121,7 @@ def is_complete(staging: Staging, plan: Plan) -> bool:
     with suppress(UserError, ValueError, KeyError, TypeError, RecursionError):
         if json.loads(open_folder(staging.url).read(JOURNAL))["fingerprint"] == plan.fingerprint():
             return True
-    raise UserError(f"{staging.url}: exists already; name another folder or remove it.")
+    raise UserError(f"{staging.url} already exists; name another folder or remove it.")
 
 
 def claim(staging: Staging, plan: Plan) -> None:
@@ -135,7 +135,7 @@ def claim(staging: Staging, plan: Plan) -> None:
     if JOURNAL not in sizes:
         if sizes:
             raise UserError(
-                f"{staging.folder.url}: holds {next(iter(sizes))} already; name another folder or remove it."
+                f"{staging.folder.url} holds {next(iter(sizes))} already; name another folder or remove it."
             )
         journal = {"source": plan.source, "fingerprint": fingerprint, **plan.identity}
         staging.folder.write(JOURNAL, (json.dumps(journal, indent=2) + "\n").encode())
@@ -172,7 +172,7 @@ def _check_source(expected: Checksum, progress: ByteProgress) -> None:
         progress.advance(length)
     if digest.hexdigest() != expected.sha256:
         raise UserError(
-            f"{expected.folder.join(expected.name)}: is damaged, its SHA-256 is not that of the checkpoint's manifest; "
+            f"{expected.folder.join(expected.name)} is damaged, its SHA-256 is not that of the checkpoint's manifest; "
             f"use another checkpoint."
         )
 

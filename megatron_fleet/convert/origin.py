@@ -71,7 +71,7 @@ def find_template(checkpoint: MegatronCheckpoint, given: Folder | Path | str | N
     except UserError as error:
         began = began or f" ({str(error).rstrip('.')})"
     raise UserError(
-        f"{checkpoint.url}: does not say which model it is{began}; give --template with the HF folder that training "
+        f"{checkpoint.url} does not say which model it is{began}; give --template with the HF folder that training "
         f"began with."
     )
 
@@ -103,7 +103,7 @@ def _config(model: Model, dtype: str) -> dict[str, Any]:
                 return write_config(model, family, _HF_DTYPES.get(dtype, "bfloat16"))
             except (ValueError, UserError):
                 continue
-    raise UserError("the checkpoint's arguments are those of no model family at hand; give --template.")
+    raise UserError("the checkpoint's arguments fit no known model family; give --template.")
 
 
 def _model_of_run(checkpoint: MegatronCheckpoint) -> str | None:
@@ -157,12 +157,10 @@ def checksums(checkpoint: MegatronCheckpoint) -> tuple[Checksum, ...]:
         raise UserError(f"{where}: malformed; use another checkpoint.") from None
     for name, (nbytes, _) in listed.items():
         if name not in checkpoint.sizes:
-            raise UserError(
-                f"{checkpoint.url}/{name}: is missing although {MANIFEST} lists it; use another checkpoint."
-            )
+            raise UserError(f"{checkpoint.url}/{name} is missing although {MANIFEST} lists it; use another checkpoint.")
         if checkpoint.sizes[name] != nbytes:
             raise UserError(
-                f"{checkpoint.url}/{name}: has {checkpoint.sizes[name]} bytes, {MANIFEST} says {nbytes}; use another "
+                f"{checkpoint.url}/{name} has {checkpoint.sizes[name]} bytes, {MANIFEST} says {nbytes}; use another "
                 f"checkpoint."
             )
     return tuple(

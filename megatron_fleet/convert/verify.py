@@ -148,9 +148,9 @@ def compare(a: Side, b: Side, tolerance: float, workers: int, progress: Callable
     def compare_one(name: str) -> Difference | None:
         for side, other in ((a, b), (b, a)):
             if name not in side.tensors and name not in side.others:
-                return Difference(name, f"is missing in {side.url}")
+                return Difference(name, f"missing in {side.url}")
             if name in side.tensors and name in other.others:
-                return Difference(name, f"is a weight of the model in {side.url} and none in {other.url}")
+                return Difference(name, f"a weight of the model in {side.url}, not in {other.url}")
         if name in a.others:
             return _compare_bytes(a, b, name, progress)
         return _compare_tensor(a, b, name, tolerance, progress)
@@ -164,7 +164,7 @@ def _compare_bytes(a: Side, b: Side, name: str, progress: Callable[[int], None])
     x, y = a.others[name][1], b.others[name][1]
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         forms = f"{x.dtype} {list(x.shape)} in {a.url} and {y.dtype} {list(y.shape)} in {b.url}"
-        return Difference(name, f"is {forms}")
+        return Difference(name, forms)
     count, at, first = 0, 0, ""
     for ours, theirs in zip(_bytes(a.others[name]), _bytes(b.others[name]), strict=True):
         differs = np.frombuffer(ours, np.uint8) != np.frombuffer(theirs, np.uint8)
@@ -189,7 +189,7 @@ def _compare_tensor(
     a: Side, b: Side, name: str, tolerance: float, progress: Callable[[int], None]
 ) -> Difference | None:
     if a.tensors[name] != b.tensors[name]:
-        return Difference(name, f"has shape {list(a.tensors[name])} in {a.url} and {list(b.tensors[name])} in {b.url}")
+        return Difference(name, f"shape {list(a.tensors[name])} in {a.url} and {list(b.tensors[name])} in {b.url}")
     count, total, largest, first = 0, 0, 0.0, ""
     for rows in a.blocks(name):
         x, y = _same_type(a, b, name, rows)
@@ -265,12 +265,12 @@ def read_hashes(path: Path) -> dict[str, str]:
     remedy = "make one with `mfleet convert inspect PATH --hashes`"
     found = read_object(path, remedy).get("blake3")
     if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-        raise UserError(f"{path}: is not a file of hashes; {remedy}.")
+        raise UserError(f"{path} is not a file of hashes; {remedy}.")
     return found
 
 
 def compare_hashes(a: Mapping[str, str], b: Mapping[str, str]) -> list[Difference]:
     """Tensors that differ, or that only one side has."""
-    reasons = dict.fromkeys(a.keys() ^ b.keys(), "is missing in one of the two")
-    reasons |= {name: "has another hash" for name in a.keys() & b.keys() if a[name] != b[name]}
+    reasons = dict.fromkeys(a.keys() ^ b.keys(), "missing in one of the two")
+    reasons |= {name: "different hashes" for name in a.keys() & b.keys() if a[name] != b[name]}
     return [Difference(name, reasons[name]) for name in dict.fromkeys((*a, *b)) if name in reasons]

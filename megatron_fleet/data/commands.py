@@ -75,7 +75,7 @@ def _prepare(args: argparse.Namespace) -> int:
     say_lines("\n".join([as_text(environments(dataset)), *dataset.split.notes]))
     _progress(f"writing {args.out}")
     written = write_prepared(args.out, dataset.split.train, dataset.split.held_out, dataset.manifest)
-    say(f"{args.out}: {'written' if written else 'is there already, with the same content'}; data.tasks={args.out}")
+    say(f"{args.out}: {'written' if written else 'already exists with the same content'}; data.tasks={args.out}")
     return 0
 
 
@@ -102,7 +102,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_fleet.data.source import EMBEDDED, read_bytes
 
     if args.file.exists():
-        raise UserError(f"{args.file}: exists already; name another file or remove it.")
+        raise UserError(f"{args.file} already exists; name another file or remove it.")
     args.file.parent.mkdir(parents=True, exist_ok=True)
     args.file.write_bytes(read_bytes(EMBEDDED))
     say(f"{args.file}: {len(load_tasks(args.file))} tasks")

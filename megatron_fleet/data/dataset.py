@@ -93,11 +93,11 @@ def divide(source: TaskSource, parsed: Parsed, data: DataConfig, previous: Split
     selection = select(parsed.tasks, data)
     removed = [(task, "duplicate key") for task in parsed.repeated] + selection.removed
     if not selection.kept:
-        raise UserError(f"data.tasks={data.tasks}: the filters leave none of {len(source.rows)} tasks; loosen them.")
+        raise UserError(f"data.tasks={data.tasks}: the filters remove all {len(source.rows)} tasks; loosen them.")
     if previous is not None and previous.sides().keys().isdisjoint(task.key for task in parsed.tasks):
         raise UserError(
-            f"data.tasks={data.tasks}: the split manifest of {previous.source} knows none of its tasks; name the "
-            f"manifest of an earlier version of this data, or none."
+            f"data.tasks={data.tasks}: the split manifest of {previous.source} has none of its tasks; name the "
+            f"manifest of an earlier version of this data, or set data.split_manifest=null."
         )
     result = split(selection.kept, data, previous)
     result.notes.extend(shown_answers(selection.kept))

@@ -28,7 +28,7 @@ _NOT_READ = {
     b"SQLite format 3": "an SQLite database; export its table as CSV",
     b"\x89HDF": "an HDF5 file; export it as JSON Lines",
     b"\x80\x04": "a Python pickle, which is not read; write it as JSON Lines",
-    b"version https://git-lfs": "a pointer of Git LFS; fetch the file with `git lfs pull`",
+    b"version https://git-lfs": "a Git LFS pointer; fetch the file with `git lfs pull`",
     b"<!DOCTYPE": "a web page; download the file itself",
     b"<html": "a web page; download the file itself",
 }
@@ -47,7 +47,7 @@ def read_rows(data: bytes, file: str) -> list[Any]:
     """
     rows = _rows(data, file)
     if not rows:
-        raise UserError(f"{file}: holds no task.")
+        raise UserError(f"{file} holds no task.")
     return rows
 
 

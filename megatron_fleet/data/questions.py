@@ -87,7 +87,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
     rows = read_rows(read_bytes(file, "the path"), file)
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, dict):
-            raise UserError(f"{file}: row {number} is no object with named columns; correct it.")
+            raise UserError(f"{file}: row {number} is not an object with named columns; correct it.")
     return rows
 
 
@@ -154,7 +154,7 @@ def _download(dataset: HubModel, split: str, subset: str | None) -> list[str]:
         ) from None
     except (errors.HfHubHTTPError, httpx2.HTTPError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{dataset.repo}: the Hugging Face hub does not send it ({reason}); try again.") from None
+        raise UserError(f"{dataset.repo}: the Hugging Face hub does not provide it ({reason}); try again.") from None
 
 
 def _downloaded(dataset: HubModel, split: str, subset: str | None) -> list[str]:

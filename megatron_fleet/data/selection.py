@@ -140,11 +140,13 @@ def _mapping(content: Any, name: str) -> dict[str, Any]:
 def _exclusion(short: str, content: dict[str, Any], name: str) -> Exclusion:
     unknown = sorted(set(content) - {"reason", "environments", "tasks"})
     if unknown:
-        raise UserError(f"{name}: {unknown[0]} means nothing here; write reason, environments and tasks.")
+        raise UserError(
+            f"{name}: {unknown[0]} is not a key of an exclusion list; write reason, environments and tasks."
+        )
     lists = {field: content.get(field) or [] for field in ("environments", "tasks")}
     for field, values in lists.items():
         if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
             raise UserError(f"{name}: {field} must be a list of texts.")
     if not any(lists.values()):
-        raise UserError(f"{name}: names neither environments nor tasks, so it excludes nothing; add some.")
+        raise UserError(f"{name} names neither environments nor tasks, so it excludes nothing; add some.")
     return Exclusion(short, content["reason"], frozenset(lists["environments"]), frozenset(lists["tasks"]))

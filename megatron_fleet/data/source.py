@@ -89,7 +89,7 @@ def read_bytes(address: str, key: str = "data.tasks") -> bytes:
         from megatron_fleet.storage.open import open_folder
 
         if address.count("/") < 3:
-            raise UserError(f"{key}={address}: names no file in a bucket; write s3://bucket/file.json or gs://….")
+            raise UserError(f"{key}={address} names no file in a bucket; write s3://bucket/file.json or gs://….")
         folder, _, name = address.rpartition("/")
         return open_folder(folder).read(name)
     if address == EMBEDDED:
@@ -140,7 +140,7 @@ def _read_prepared(address: str) -> tuple[bytes, list[dict[str, Any]]]:
         content = folder.read(name)
         if hashlib.sha256(content).hexdigest() != files.get(name):
             raise UserError(
-                f"{folder.join(name)}: is not the file that {MANIFEST} was written for; prepare the data again."
+                f"{folder.join(name)} is not the file that {MANIFEST} was written for; prepare the data again."
             )
         try:
             rows += [_with_answer(row) for row in read_parquet(content, folder.join(name), COLUMNS)]

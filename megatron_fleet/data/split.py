@@ -75,7 +75,7 @@ def split(tasks: Sequence[Task], rules: DataConfig, previous: SplitManifest | No
         for task in tasks
     }
     notes = [
-        f"data.held_out_environments names {env}, of which there is no task."
+        f"data.held_out_environments names {env}, which has no tasks."
         for env in sorted(set(rules.held_out_environments) - by_env.keys())
     ]
     notes += _limit_shares(by_env, fates, rules.max_env_share)
@@ -194,12 +194,12 @@ class SplitManifest:
             if not isinstance(content, dict) or "format" not in content:
                 raise ValueError("it has no format")
             if content.pop("format") != FORMAT:
-                raise UserError(f"{where}: is a split manifest of another format; this version reads {FORMAT}.")
+                raise UserError(f"{where} is a split manifest of another format; this version reads {FORMAT}.")
             manifest = SplitManifest(**content)
             _check(manifest)
         except (ValueError, TypeError) as error:
             raise UserError(
-                f"{where}: is not a split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
+                f"{where} is not a split manifest ({error}); give the {MANIFEST} of a run or prepared folder."
             ) from None
         return manifest
 

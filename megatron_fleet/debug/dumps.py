@@ -67,12 +67,12 @@ def open_dump(path: Path) -> Dump:
         UserError: the folder is not a dump, or is damaged.
     """
     if not (path / RECORD).is_file():
-        raise UserError(f"{path}: is not a dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
+        raise UserError(f"{path} is not a dump, {RECORD} is missing; name a folder below dumps/ of a run's outputs.")
     Checkpoint.open(path)
     try:
         return Dump(path, Record.from_json(read_object(path / RECORD, "use another dump")))
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path / RECORD}: cannot be read ({error}); use the version that wrote it.") from error
+        raise UserError(f"{path / RECORD} cannot be read ({error}); use the version that wrote it.") from error
 
 
 class Dumps:
@@ -182,9 +182,9 @@ def load_data(path: Path) -> list[Datum]:
             return [_datum(columns, i, float(scales[i]), json.loads(str(plain[i]))) for i in range(count)]
     except Exception as error:  # zipfile, zlib and numpy raise anything for a damaged archive
         raise UserError(
-            f"{path}: cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
+            f"{path} cannot be read ({type(error).__name__}); it is damaged, or holds something other than arrays."
         ) from None
-    raise UserError(f"{path}: was written by an older version; replay the dump with that version.")
+    raise UserError(f"{path} was written by an older version; replay the dump with that version.")
 
 
 def _datum(columns: Mapping[str, Sequence[Any]], index: int, scale: float, extras: dict[str, Any]) -> Datum:

@@ -111,5 +111,5 @@ def _summary(findings: Sequence[Finding]) -> list[str]:
     if names := [name for name, reason in skipped.items() if reason.startswith(NOT_NEEDED)]:
         lines.append(f"not needed: {', '.join(names)}")
     lines += [f"{name}: {reason}" for name, reason in skipped.items() if not reason.startswith(NOT_NEEDED)]
-    verdict = "a run would not work" if count["failed"] else "nothing stands in the way of a run"
+    verdict = "a run would not work" if count["failed"] else "a run would work"
     return [*lines, f"{count['failed']} failed, {count['warning']} warnings, {count['ok']} ok: {verdict}"]

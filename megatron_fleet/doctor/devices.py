@@ -72,7 +72,7 @@ def parse(xml: str) -> tuple[str, list[Gpu]]:
         log = ElementTree.fromstring(xml)
         return _text(log, "driver_version"), [_gpu(element) for element in log.iter("gpu")]
     except (ElementTree.ParseError, ValueError) as error:
-        raise UserError(f"nvidia-smi -q -x wrote something unknown ({error}); update the driver.") from None
+        raise UserError(f"the output of nvidia-smi -q -x could not be parsed ({error}); update the driver.") from None
 
 
 def _gpu(element: ElementTree.Element) -> Gpu:
@@ -96,7 +96,7 @@ def _gpu(element: ElementTree.Element) -> Gpu:
 def _faults(element: ElementTree.Element) -> Sequence[str]:
     found = []
     if _text(element, "gpu_reset_status/reset_required") == "Yes":
-        found.append("must be reset")
+        found.append("a reset is required")
     for name in ("sram_uncorrectable", "sram_uncorrectable_parity", "sram_uncorrectable_secded", "dram_uncorrectable"):
         count = _text(element, f"ecc_errors/volatile/{name}")
         if count.isdigit() and int(count):
@@ -152,7 +152,11 @@ def devices(here: ProbeContext) -> Result:
     """Compare the GPUs with those that the run needs on one host, and look for broken ones."""
     _, gpus = _seen(here)
     if not gpus:
-        return Result("failed", "torch is built for GPUs, and there is none", "fix the driver, or pass GPUs on")
+        return Result(
+            "failed",
+            "torch is built for GPUs, but no GPU is visible",
+            "fix the driver, or pass the GPUs into the container",
+        )
     kinds = sorted({f"{gpu.name} of {gpu.total / 1024:.0f} GiB" for gpu in gpus})
     seen = f"{len(gpus)} × {', '.join(kinds)}"
     if broken := [f"GPU {i}: {fault}" for i, gpu in enumerate(gpus) for fault in gpu.faults]:
@@ -219,7 +223,7 @@ def peers(here: ProbeContext) -> Result:
         table = parse_peers(_nvidia_smi(here, "topo", "-p2p", capability))
         state[capability] = {pair: word for pair, word in table.items() if mine.issuperset(pair)}
     if len(state["r"]) != len(mine) * (len(mine) - 1):
-        return Result("failed", "nvidia-smi topo -p2p does not list all GPUs", "see its output; update the driver")
+        return Result("failed", "nvidia-smi topo -p2p does not list all GPUs", "read its output, and update the driver")
     closed = [f"{a}→{b} {word}" for (a, b), word in state["r"].items() if word != "OK"]
     if closed:
         fix = "switch off IOMMU and ACS on the host, or fix NVLink; without peer access NCCL goes through host memory"

@@ -117,8 +117,8 @@ class Meeting:
             server = await asyncio.start_server(admit, host, int(port))
         except OSError as error:
             raise UserError(
-                f"MFLEET_CONTROLLER={address}: cannot listen there ({error.strerror}); end what does, or choose "
-                f"another port."
+                f"MFLEET_CONTROLLER={address} cannot be listened on ({error.strerror}); end the process that uses it, "
+                f"or choose another port."
             ) from None
         async with server:
             await self._gather()
@@ -187,7 +187,7 @@ class Meeting:
             rows = (await link.request("probe"))[1]
             return [Finding(name, link.host.name, Result(*result), seconds) for name, result, seconds in rows]
         except (ConnectionError, TimeoutError) as error:
-            fix = "see what `mfleet doctor` says there"
+            fix = "read the output of `mfleet doctor` there"
             return [Finding("hosts", link.host.name, Result("failed", f"was lost ({error})", fix))]
 
     async def _guard(self, name: str, work: Any) -> None:
@@ -224,7 +224,7 @@ async def follow(here: ProbeContext, probes: Sequence[Probe], timeout_s: float) 
             case ["verdict", int(failed)]:
                 writer.close()
                 return failed
-    raise UserError(f"MFLEET_CONTROLLER={address}: the host that asks has gone; see what it says.")
+    raise UserError(f"MFLEET_CONTROLLER={address}: the coordinating host has left; read its output.")
 
 
 async def _dial(address: str, timeout_s: float) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

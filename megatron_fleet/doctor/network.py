@@ -232,7 +232,7 @@ def judge_exchange(answers: Mapping[str, dict[str, float] | str], size: int) -> 
     if len(answers) > 1 and slowest["gloo"] < SLOW_GLOO:
         return Result("warning", seen, "set MFLEET_HOST_ADDRESS to the address on the fast network")
     if slowest.get("nccl", SLOW_NCCL) < SLOW_NCCL:
-        fix = "see with NCCL_DEBUG=INFO whether it uses NVLink and InfiniBand or RoCE; set NCCL_IB_HCA"
+        fix = "check with NCCL_DEBUG=INFO whether it uses NVLink and InfiniBand or RoCE; set NCCL_IB_HCA"
         return Result("warning", seen, fix)
     return Result("ok", seen)
 

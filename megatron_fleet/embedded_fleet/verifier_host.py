@@ -78,7 +78,7 @@ class VerifierHost:
         sys.meta_path.insert(0, _Forbidden)
         missing = self._sandbox.enter()
         if lost := [f"{name} ({why})" for name, why in missing.items() if name not in may_lack]:
-            sys.exit(f"error: verifiers have lost a layer of their sandbox, and none is run: {', '.join(lost)}")
+            sys.exit(f"error: verifiers have lost a layer of their sandbox, so none is run: {', '.join(lost)}")
         self._sandbox.die_with_parent(parent_pid)  # not before: a change of user clears it
         self._namespaces = "namespaces" not in missing
         self._listener, self._limits = listener, limits

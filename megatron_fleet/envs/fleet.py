@@ -233,7 +233,7 @@ async def _structured(env: Any, task: Task, answer: dict[str, str], conversation
     if not response.success:
         return Reward(None, "the verifier failed", details)
     if _JUDGE_ERROR.search(response.stdout or ""):
-        return Reward(None, "the verifier's judge could not be asked", details)
+        return Reward(None, "the verifier's judge could not be reached", details)
     score = score_of(response.result)
     return Reward(score, "verified" if score is not None else "the verifier did not return a number", details)
 

@@ -326,8 +326,9 @@ class OpenEnvEnvironment:
 def _warn_of_a_full_server(url: str, said: str) -> None:
     """Warn once per process and server: a run whose episodes queue for sessions works, but is rarely intended."""
     log.warning(
-        "%s has no place for another episode, so that episodes wait for each other (%s). Start it with more, by "
-        "MAX_CONCURRENT_ENVS where it reads that variable, or set rollout.episodes_in_flight to what it has.",
+        "%s has no free session, so that episodes wait for each other (%s). Start it with more sessions, by "
+        "MAX_CONCURRENT_ENVS where it reads that variable, or set rollout.episodes_in_flight to its number of "
+        "sessions.",
         url,
         said,
     )

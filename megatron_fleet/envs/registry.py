@@ -150,7 +150,7 @@ def no_answer(url: str, timeout_s: float) -> str | None:
     except urllib.error.URLError as error:
         return f"{url} is not reachable: {error.reason}{way}"
     except (OSError, ValueError, http.client.HTTPException) as error:
-        return f"{url} gives no answer: {error}{way}"
+        return f"{url} does not answer: {error}{way}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +192,9 @@ def _hosted(start: Start) -> Server:
             timeout=start.env.start_timeout_s,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"The episode environment's Python could not be asked for Fleet's package: {error}") from error
+        raise UserError(
+            f"Fleet's package could not be looked up with the episode environment's Python: {error}"
+        ) from error
     if asked.returncode:
         raise UserError(asked.stdout.strip() or asked.stderr.strip() or "Fleet's package cannot be used.")
     return _Elsewhere("")

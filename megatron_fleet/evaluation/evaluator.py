@@ -160,7 +160,7 @@ def notes(chosen: Sequence[Task], held_out: Sequence[Task]) -> list[str]:
     few = [f"{env} {different[env]} of {counts[env]}" for env in sorted(counts) if different[env] < FEW_TASKS]
     if few:
         found.append(
-            f"Environments with fewer than {FEW_TASKS} different evaluation tasks, whose pass rates say little (tasks "
-            f"with nearly the same prompt count once): {', '.join(few)}."
+            f"Environments with fewer than {FEW_TASKS} different evaluation tasks, whose pass rates are imprecise "
+            f"(tasks with nearly the same prompt count once): {', '.join(few)}."
         )
     return found

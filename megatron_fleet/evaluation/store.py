@@ -68,7 +68,7 @@ class EpisodeStore:
             write_atomically(self._file, (json.dumps(content, indent=2) + "\n").encode())
         except OSError as error:
             why = error.strerror
-            raise UserError(f"{folder}: cannot be written ({why}); name another folder with --out.") from None
+            raise UserError(f"{folder} cannot be written ({why}); name another folder with --out.") from None
         self._open: defaultdict[str, list[Trajectory]] = defaultdict(list)
         self._flushed = time.monotonic()
 
@@ -110,7 +110,7 @@ class EpisodeStore:
         before = read_object(self._file, advice.removesuffix("."))
         shared, tasks = before.get("of"), before.get("tasks")
         if not isinstance(shared, dict) or not isinstance(tasks, dict):
-            raise UserError(f"{self._file}: does not say what its episodes were played with; {advice}")
+            raise UserError(f"{self._file} does not say what its episodes were played with; {advice}")
         for name, now in _flat(of).items():
             was = _flat(shared).get(name)
             if was != now:
@@ -129,7 +129,7 @@ def _read_part(path: Path) -> list[Trajectory]:
             _check(trajectory)
     except (UserError, ValueError, TypeError) as error:
         raise UserError(
-            f"{path}: is damaged ({str(error).removeprefix(f'{path}: '):.100}); remove it, and its episodes are played "
+            f"{path} is damaged ({str(error).removeprefix(f'{path} '):.100}); remove it, and its episodes are played "
             f"again."
         ) from None
     return found
@@ -140,12 +140,12 @@ def _check(t: Trajectory) -> None:
     t.check(images_kept=False)
     texts = (t.task_key, t.env_key, t.reward_reason, *(() if t.final_answer is None else (t.final_answer,)))
     if not all(isinstance(text, str) for text in texts):
-        raise TypeError("a text is none")
+        raise TypeError("a text field has another type")
     if type(t.sample) is not int or t.sample < 0:
         raise TypeError("sample is not a number")
     numbers = (*t.metrics.values(), *(() if t.reward is None else (t.reward,)))
     if not all(isinstance(number, int | float) and abs(number) < LARGEST for number in numbers):
-        raise TypeError("a number is none")
+        raise TypeError("a number field has another type")
     places = [n for s in t.spans for n in (s.start, s.end, s.turn, s.weight_version)]
     places += [n for image in t.image_spans for n in (image.start, image.end)]
     if not all(type(n) is int for n in (*places, *t.segment_starts)):

@@ -65,7 +65,7 @@ class Uploads:
         self._thread.shutdown(wait=False, cancel_futures=True)
         if left:
             log.warning(
-                "%d files were not uploaded to %s within %g s; they are still here",
+                "%d files were not uploaded to %s within %g s; they are still on this machine",
                 len(left),
                 self._folder.url,
                 timeout_s,
@@ -93,6 +93,8 @@ class Uploads:
                 first = self._failed == 1
             if first:
                 log.warning(
-                    "%s was not copied to the store and stays here alone; later ones are only counted: %s", path, error
+                    "%s was not copied to the store and is on this machine only; later failures are only counted: %s",
+                    path,
+                    error,
                 )
             return False

@@ -88,7 +88,7 @@ def _described(job: Job, rendered: Rendered) -> str:
     lines.append("# commands")
     lines += [f"#   {shlex.join(command)}" for command in rendered.commands]
     lines.append(f"# secrets that the job gets from this shell: {', '.join(job.secrets) or 'none'}")
-    lines.append(f"# commit: {job.commit or 'none, files differ from it'}")
+    lines.append(f"# commit: {job.commit or 'none, as there are uncommitted changes'}")
     return "\n".join(lines)
 
 
@@ -108,7 +108,7 @@ def _follow(folder: Path) -> int:
     try:
         state = _launcher(record.kind).follow(record, folder)
     except KeyboardInterrupt:
-        say(f"mfleet: the job goes on; `mfleet launch --cancel {folder.parent}` ends it", sys.stderr)
+        say(f"mfleet: the job keeps running; `mfleet launch --cancel {folder.parent}` ends it", sys.stderr)
         return 130
     say(f"mfleet: {record.name}: {state.words}", sys.stderr)
     return state.status or 0
@@ -119,5 +119,5 @@ def _cancel(folder: Path) -> int:
 
     record = read_record(folder)
     _launcher(record.kind).cancel(record, folder)
-    say(f"mfleet: {record.name}: asked to end", sys.stderr)
+    say(f"mfleet: cancellation of {record.name} requested", sys.stderr)
     return 0

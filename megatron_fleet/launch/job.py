@@ -221,7 +221,7 @@ def read_record(folder: Path) -> Record:
     try:
         return Record(**tree)
     except TypeError:
-        raise UserError(f"{folder / RECORD}: is no record of a job; {remedy}.") from None
+        raise UserError(f"{folder / RECORD} is not the record of a job; {remedy}.") from None
 
 
 def execute(

@@ -57,7 +57,7 @@ class Kubernetes:
         for volume in launch.kubernetes.volumes:
             if not _VOLUME.fullmatch(volume):
                 raise UserError(
-                    f"launch.kubernetes.volumes: {volume!r} is no claim with a path; write models:/mnt/models, or "
+                    f"launch.kubernetes.volumes: {volume!r} is not a claim with a path; write models:/mnt/models, or "
                     f"models:/mnt/models:ro to read only."
                 )
 
@@ -228,7 +228,7 @@ def merged(ours: Any, theirs: Any, where: str = "") -> Any:
         return items
     if isinstance(ours, dict | list) or isinstance(theirs, dict | list):
         kind = "a mapping" if isinstance(ours, dict) else "a list" if isinstance(ours, list) else "a single value"
-        raise UserError(f"{where}: the pod has {kind} there; write it as one.")
+        raise UserError(f"{where} must be {kind}, as in the pod; correct it.")
     return theirs
 
 

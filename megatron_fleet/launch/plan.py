@@ -146,7 +146,7 @@ def _check_launch(config: Config) -> None:
         raise UserError("cluster.ranks=external: the launcher sets it where something else starts ranks; leave it out.")
     if config.run.resume == "never":
         raise UserError(
-            "run.resume=never: a job that is started again would throw away what it has trained; choose a new run.out "
+            "run.resume=never: a restarted job would discard its earlier training; choose a new run.out "
             "and run.id instead."
         )
     if world % hosts:
@@ -164,7 +164,7 @@ def _check_launch(config: Config) -> None:
     for name, value in launch.environment.items():
         if not _VARIABLE.fullmatch(name) or without_secrets({name: value}) != {name: value}:
             raise UserError(
-                f"launch.environment: {name} is no name of a variable, or one of a secret; secrets come from this "
+                f"launch.environment: {name} is not the name of a variable, or one of a secret; secrets come from this "
                 f"shell's environment, by their names in launch.secrets."
             )
 
@@ -174,7 +174,7 @@ def _check_disks(config: Config) -> None:
     claim = launch.kubernetes.claim if launch.kind == "kubernetes" else None
     if config.checkpoint.store.url is None and claim is None:
         raise UserError(
-            f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not go on elsewhere; set "
+            f"launch.kind={launch.kind}: the hosts' disks end with the job, and it could not resume elsewhere; set "
             f"checkpoint.store.url=s3://bucket/prefix or gs://bucket/prefix."
         )
     if hosts_of(config) > 1 and config.checkpoint.export.last and claim is None:

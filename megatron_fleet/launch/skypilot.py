@@ -86,9 +86,7 @@ class SkyPilot:
                 f"another, or change the run (mfleet plan --gpu {kind}). {kind}: {problem}"
             )
         if launch.image is None and job.commit is None:
-            raise UserError(
-                f"{ROOT}: has changes that are in no commit (git status), and the job would have them; commit them."
-            )
+            raise UserError(f"{ROOT} has uncommitted changes (git status), which the job would run with; commit them.")
 
     def render(self, job: Job) -> Rendered:
         """Return one task for each run, and the commands that submit them."""

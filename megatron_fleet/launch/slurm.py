@@ -59,8 +59,8 @@ class Slurm:
         launch = job.config.launch
         if launch.slurm.rollout_hosts and job.config.rollout.engine.colocated:
             raise UserError(
-                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} are hosts without ranks; set "
-                f"rollout.engine.colocated=false."
+                f"launch.slurm.rollout_hosts={launch.slurm.rollout_hosts} adds hosts without ranks, and colocated "
+                f"engines need ranks; set rollout.engine.colocated=false."
             )
         if launch.slurm.rollout_hosts and len(job.runs) > 1:
             raise UserError("launch.slurm.rollout_hosts: Slurm has no arrays of such jobs; launch the runs one by one.")
@@ -73,7 +73,7 @@ class Slurm:
             for name in options:
                 if not re.fullmatch(r"[a-z][a-z0-9-]+", name):
                     raise UserError(
-                        f"launch.slurm.{key}: {name!r} is no long name of an option of sbatch; write it without dashes "
+                        f"launch.slurm.{key}: {name!r} is not a long option name of sbatch; write it without dashes "
                         f"in front, as {{reservation: NAME}}."
                     )
         if "\\" in str(job.folder):
@@ -104,7 +104,7 @@ class Slurm:
         answer = execute(command, job.environ).strip()
         id_ = answer.partition(";")[0]
         if not id_.isdigit():
-            raise UserError(f"sbatch answered {answer[:100]!r} and no number of a job; look with squeue.")
+            raise UserError(f"sbatch answered {answer[:100]!r} without a job number; look with squeue.")
         return Record("slurm", job.name, [id_], [str(run.out) for run in job.runs], job.commit)
 
     def follow(self, record: Record, folder: Path) -> State:
@@ -234,8 +234,8 @@ def _fewer_hosts(overrides: tuple[str, ...], hosts: int, fewest: int | None) -> 
         for key, value in shares.items():
             if value * count % hosts:
                 raise UserError(
-                    f"launch.min_hosts={fewest}: {key}={value} on {hosts} hosts is no whole number on {count}; raise "
-                    f"launch.min_hosts, or change it."
+                    f"launch.min_hosts={fewest}: {key}={value} on {hosts} hosts is not a whole number on {count}; "
+                    f"raise launch.min_hosts, or change it."
                 )
             changed.append(f"{key}={value * count // hosts}")
         try:

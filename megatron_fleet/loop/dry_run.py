@@ -129,17 +129,17 @@ def outputs(config: Config) -> list[str]:
     rows = [
         ("config.json", "this configuration, for `mfleet train --resolved`", True),
         ("metrics.jsonl", "one line per step and evaluation (docs/reference/metrics.md)", True),
-        ("memory.json", "who held how much memory at most, in each phase", True),
+        ("memory.json", "peak memory of each owner, in each phase", True),
         ("summary.json", "first and last evaluation, totals", True),
         ("curve.svg", "the learning curve", c.logging.plot),
         ("tensorboard/", "the same metrics as TensorBoard events", c.logging.tensorboard),
         ("trajectories/", "every conversation with its reward", True),
         ("dumped_evals/", "evaluations in Fleet's layout (docs/run/evaluation.md)", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
-        ("dumps/", "updates that went wrong, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
+        ("dumps/", "failed updates, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export.last),
         ("exports/", "checkpoints, likewise", c.checkpoint.export.every > 0 or c.checkpoint.export.best),
-        ("logs/", "what engines, environment server and ranks say, and where they are", True),
+        ("logs/", "logs of engines, environment server and ranks", True),
     ]
     return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]
 

@@ -94,7 +94,7 @@ class EpisodeRecords:
                 files = (*list_files(self._folder), *list_files(self._images))
                 self._bytes = sum(path.stat().st_size for path in files)
         except (UserError, OSError) as error:
-            log.warning("old trajectories are not removed, see logging.trajectories.max_gb: %s", error)
+            log.warning("old trajectories could not be removed (logging.trajectories.max_gb): %s", error)
 
 
 def _uploads(url: str | None, folder: str) -> Uploads | None:

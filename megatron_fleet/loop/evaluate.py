@@ -66,7 +66,7 @@ def read_config(
         given = ["run.id=null", *given]  # not that of the run whose checkpoint is evaluated
     config = load(given) if run is None else load_resolved(run / "config.json", given)
     if (Path(config.run.out) / "metrics.jsonl").exists():
-        raise UserError(f"{config.run.out}: holds a training run; name another folder with --out.")
+        raise UserError(f"{config.run.out} holds a training run; name another folder with --out.")
     engine = config.rollout.engine.model_copy(update={"colocated": False})  # there is no trainer
     rollout = config.rollout.model_copy(update={"engine": engine})
     evaluation = config.eval.model_copy(update={"overlap": False})
@@ -156,7 +156,8 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
     finish(config, evaluation, decode=lambda _: "")
     if services and services[0].dead is not None:
         raise UserError(
-            f"eval.endpoint.url={endpoint.url}: stopped because {services[0].dead}; the same command goes on."
+            f"eval.endpoint.url={endpoint.url}: stopped because {services[0].dead}; run the same command again to "
+            f"continue."
         )
     check_known(evaluation)
     return 0

@@ -120,7 +120,7 @@ class Exports:
         try:
             self._decide()
         except (UserError, OSError) as error:
-            alert(log, "checkpoint", f"what to export could not be decided: {error}", "export")
+            alert(log, "checkpoint", f"the checkpoints to export could not be determined: {error}", "export")
 
     def _decide(self) -> None:
         metric = self._config.checkpoint.keep_best if self._settings.best else None
@@ -175,7 +175,7 @@ class Exports:
                 lambda: self._over or not (self._busy or self._todo()), max(0.0, deadline - time.monotonic())
             )
             if left := {_name(job.step) for job in self._left()}:
-                log.warning("exports are not finished: %s; the same command goes on with them", ", ".join(sorted(left)))
+                log.warning("exports are not finished: %s; the same command resumes them", ", ".join(sorted(left)))
 
     def close(self) -> None:
         """Abandon what is under way. Idempotent."""
@@ -287,7 +287,7 @@ class Exports:
         if self._is_bad(step):
             raise ExportFailed(
                 f"vLLM's log-probs differ by {result.mean:.3g} nats on average from the trainer's; "
-                f"rollout.engine.probe_tolerance={tolerance:g} allows less"
+                f"more than rollout.engine.probe_tolerance={tolerance:g}"
             )
 
     def _is_bad(self, step: int | None) -> bool:

@@ -64,7 +64,7 @@ class StepGuard:
             raise UserError(
                 f"{self._judge.skipped_in_a_row} updates in a row were skipped because loss or gradient was not finite "
                 f"(policy.safety.max_skipped_in_a_row={self._limit}; the last: {self._last}); the newest checkpoint "
-                f"has the state before them: find the cause, or lower policy.optimizer.lr and go on from an older one."
+                f"has the state before them: find the cause, or lower policy.optimizer.lr and resume from an older one."
             )
 
     def state(self) -> dict[str, Any]:

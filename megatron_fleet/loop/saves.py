@@ -223,7 +223,7 @@ class Saves:
             raise
         if not there:
             raise UserError(
-                f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts did not get there within "
+                f"{uploader.store.url_of(checkpoint.step)}: the files of all hosts were not uploaded within "
                 f"checkpoint.store.drain_timeout_s={limit_s:g}; see the warnings above."
             )
         ranks = self._trainer.ranks
@@ -237,7 +237,7 @@ class Saves:
                 raise error
             raise UserError(
                 f"step {step} has no checkpoint: {error}; make room in {self._checkpoints.folder}, then the same "
-                f"command goes on from the checkpoint before, or set checkpoint.on_failure=continue."
+                f"command resumes from the previous checkpoint, or set checkpoint.on_failure=continue."
             ) from error
         alert(log, "checkpoint", f"step {step} has no checkpoint: {error}", level=logging.ERROR)
         self.failed += 1

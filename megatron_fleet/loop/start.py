@@ -137,7 +137,7 @@ def newest_of(checkpoints: Checkpoints, store: RunStore | None) -> Checkpoint | 
         try:
             return _download(store, checkpoints, step)
         except DamagedCheckpoint as error:
-            log.warning("a damaged checkpoint is passed over: %s", error)
+            log.warning("skipping a damaged checkpoint: %s", error)
             problem = problem or error
     if here is None and problem is not None:
         raise problem

@@ -96,5 +96,5 @@ async def until_stopped(
         if (step := request.saved_step) is None:
             say(f"mfleet: stopped by {name}; there is no checkpoint yet, the same command starts anew.", sys.stderr)
             return status
-        say(f"mfleet: stopped by {name}; the same command goes on from step {step}, which is saved.", sys.stderr)
+        say(f"mfleet: stopped by {name}; the same command resumes from step {step}, which is saved.", sys.stderr)
         return REQUEUE if gently else status

@@ -86,4 +86,4 @@ class Watchdog:
             where = f"the stacks of its processes are in {path}"
         except OSError as error:
             where = f"its stacks could not be written ({error})"
-        alert(log, "stall", f"{what}; training goes on when it ends; {where}.", phase.name)
+        alert(log, "stall", f"{what}; training continues when it ends; {where}.", phase.name)

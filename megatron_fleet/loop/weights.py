@@ -208,6 +208,6 @@ def compare(
             raise RolloutFailed(
                 f"engine {index} differs from the trainer after the update to version {version}: log-probs by "
                 f"{mean:.3g} nats on average, rollout.engine.probe_tolerance={tolerance:g} allowed; raise it if the "
-                f"engine computes in a lower precision, else the update went wrong."
+                f"engine computes in a lower precision, otherwise the update failed."
             )
     return max(means)

@@ -130,7 +130,7 @@ def place(ids: Sequence[int], images: Sequence[Image], vision: Vision | None, fi
     """
     if vision is None or not images:
         if images:
-            raise ValueError(f"{len(images)} images for a model that sees none")
+            raise ValueError(f"{len(images)} images for a model without vision")
         return []
     pad, at, found = vision.placeholder_id, 0, []
     for image in images:

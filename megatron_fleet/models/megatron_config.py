@@ -200,8 +200,8 @@ def _typed(model: Model) -> Model:
             number = float in choices and type(value) is int
             if not (number or type(value) in choices) or (type(value) is float and not math.isfinite(value)):
                 raise UserError(
-                    f"the checkpoint's arguments say {field.name}={value!r}, which no model has; give --template with "
-                    f"the model's HF folder."
+                    f"the checkpoint's arguments say {field.name}={value!r}, which no known model has; give --template "
+                    f"with the model's HF folder."
                 )
     return model
 

@@ -67,7 +67,7 @@ def use_family(path: str | None) -> None:
         return
     family = load(OWN_FAMILY, path)()
     if not isinstance(family, Family):
-        raise UserError(f"model.family={path}: gave {type(family).__name__}; it must give a Family.")
+        raise UserError(f"model.family={path} returned {type(family).__name__}; it must return a Family.")
     register(*family.architectures)
     OWN_FAMILIES[path] = family
     os.environ[FAMILY] = path

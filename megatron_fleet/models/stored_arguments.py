@@ -57,7 +57,7 @@ def _plain(name: str, value: Any) -> Any:
     parts = value if isinstance(value, list | tuple) and len(value) <= _MOST_LAYERS else [value]
     if any(type(part) not in (bool, int, float, str) or (type(part) is int and abs(part) > _MOST) for part in parts):
         raise UserError(
-            f"checkpoint argument {name} is a {type(value).__name__} that no model has; give --template with the "
+            f"checkpoint argument {name} is a {type(value).__name__} that no known model has; give --template with the "
             f"model's HF folder."
         )
     return value

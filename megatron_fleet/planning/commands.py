@@ -23,9 +23,11 @@ KINDS = ("H100", "H200", "H20", "A100", "B200", "B300", "L4", "A10", "4090", "L4
 def add_arguments(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     """Add the arguments of ``mfleet plan``."""
     parser.add_argument("--gpu", metavar="NAME", help=f"kind of GPU: {', '.join(KINDS)} (cluster.gpu)")
-    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU that is not among them")
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU of another kind")
     parser.add_argument("--tokens", type=float, metavar="N", help="mean tokens of an episode (0.3 × max_context)")
-    parser.add_argument("--sampled", type=float, metavar="SHARE", help="share of them that is sampled (0.4)")
+    parser.add_argument(
+        "--sampled", type=float, metavar="SHARE", help="share of these tokens that the policy samples (0.4)"
+    )
     parser.add_argument("--turns", type=float, metavar="N", help="mean turns of an episode (20, at most max_turns)")
     parser.add_argument("--tool-seconds", type=float, metavar="S", help="mean seconds of a turn's tool calls (2)")
     accepted = "share of a drafter's tokens that is accepted (0.15 of ngram's, 0.6 of mtp's)"
@@ -33,13 +35,13 @@ def add_arguments(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     parser.add_argument("--price", type=float, metavar="P", help="price of a GPU-hour, in any currency")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw it, as SVG")
-    parser.add_argument("--search", type=int, metavar="N", help="instead: the fastest layouts that fit into N GPUs")
-    simulated = "instead: simulate steps on these GPUs and on twice as many, until N"
+    parser.add_argument("--search", type=int, metavar="N", help="search instead for the fastest layouts on N GPUs")
+    simulated = "simulate steps instead, on these GPUs and on twice as many, up to N"
     parser.add_argument("--simulate", type=int, nargs="?", const=1024, metavar="N", help=f"{simulated} (1024)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="simulated steps (%(default)s)")
     failures = "simulated share of episodes that fail and are played again (%(default)s)"
     parser.add_argument("--failures", type=float, default=0.02, metavar="SHARE", help=failures)
-    mtbf = "simulated hours between two failures of one GPU (%(default)s); 0: none fails"
+    mtbf = "simulated hours between two failures of one GPU (%(default)s); 0: no failures"
     parser.add_argument("--mtbf", type=float, default=50_000.0, metavar="H", help=mtbf)
     parser.add_argument("overrides", nargs="*", help=overrides_help)
     parser.set_defaults(run=run)

@@ -69,12 +69,12 @@ def gpu_of(config: Config, name: str | None = None, memory_gib: float | None = N
     """
     name = name or config.cluster.gpu or _H100.name
     if name.upper() not in GPUS:
-        raise UserError(f"--gpu {name}: it is not known; choose one of {', '.join(GPUS)}, or add --gpu-memory GIB.")
+        raise UserError(f"--gpu {name} is not a known GPU; choose one of {', '.join(GPUS)}, or add --gpu-memory GIB.")
     gpu = GPUS[name.upper()]
     if memory_gib is None:
         return gpu
     if not 1 <= memory_gib <= 10_000:
-        raise UserError(f"--gpu-memory {memory_gib:g} is no memory of a GPU; give its GiB.")
+        raise UserError(f"--gpu-memory {memory_gib:g} is not a GPU's memory; give a number of GiB.")
     return replace(gpu, name=f"{gpu.name} with {memory_gib:g} GiB", memory=int(memory_gib * (1 << 30)))
 
 
@@ -89,6 +89,6 @@ def other_kind(config: Config, products: Iterable[str]) -> str | None:
     if not others:
         return None
     return (
-        f"cluster.gpu={wanted}, and here is {', '.join(others)}: layout and micro-batches were chosen for another GPU; "
-        f"see what `mfleet plan --gpu` says of yours."
+        f"cluster.gpu={wanted}, but the GPU here is {', '.join(others)}: layout and micro-batches were chosen for "
+        f"another GPU; run `mfleet plan --gpu` for yours."
     )

@@ -68,7 +68,7 @@ def _seconds(step: StepTime) -> list[str]:
         rows.append(f"{phase:<20} {step.seconds(phase):8.1f}   {spent}")
     longest, part = step.binds
     together = "the longer of rollout and trainer" if step.concurrent else "their sum"
-    rows.append(f"{'step':<20} {step.total:8.1f}   {together}; what binds: {longest}, {part}")
+    rows.append(f"{'step':<20} {step.total:8.1f}   {together}; bottleneck: {longest}, {part}")
     rows.append(f"training uses {step.mfu:.0%} of its GPUs' peak (model FLOPs)")
     return rows
 

@@ -75,8 +75,8 @@ class Workload:
         rollout, drafter = config.rollout, config.rollout.engine.speculative.method
         if accepted is not None and drafter == "none":
             raise UserError(
-                f"--accepted {accepted:g} is of a drafter, and rollout.engine.speculative.method=none; set that, or "
-                f"leave it out."
+                f"--accepted {accepted:g} needs a drafter, but rollout.engine.speculative.method=none; set that, or "
+                f"leave --accepted out."
             )
         accepted = ACCEPTED[drafter] if accepted is None else accepted
         mean = MEAN_SHARE * rollout.max_context if mean is None else mean

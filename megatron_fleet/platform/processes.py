@@ -157,7 +157,7 @@ def _stacks_of(pid: int, py_spy: Path) -> str:
             return _written_by(pid)
     except OSError as error:  # expected: it has ended
         return f"no stacks: {error.strerror}\n"
-    return f"no stacks: {reason}; the process writes none by itself\n"
+    return f"no stacks: {reason}; the process does not write its own\n"
 
 
 def _spied(pid: int, py_spy: Path, more: Sequence[str]) -> tuple[str, str]:
@@ -180,7 +180,7 @@ def _written_by(pid: int) -> str:
     log = Path(os.readlink(f"/proc/{pid}/fd/2"))
     if not log.is_file():
         os.kill(pid, _SIGNAL)
-        return "it writes its stacks to its stderr, which is no file\n"
+        return "it writes its stacks to its stderr, which is not a file\n"
     start = size = log.stat().st_size
     os.kill(pid, _SIGNAL)
     deadline = time.monotonic() + _WRITE_S

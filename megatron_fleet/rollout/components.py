@@ -178,7 +178,7 @@ class EnvironmentSlot(WatchedComponent):
         """Args: ``on_return``: awaited when a server is back, before it is used."""
         super().__init__("the environment server", str(start.log))
         limit_s = start.env.outage_limit_s
-        advice = f"Its log is {self.log}; fix the environment, then the same command goes on."
+        advice = f"Its log is {self.log}; fix the environment, then run the same command again to resume."
         where = f"It was restarted for another {limit_s:g} s (env.outage_limit_s). {advice}"
         self.restarts = Restarts(self.name, where, MAX_RESTARTS, limit_s)
         self._start, self._on_return = start, on_return

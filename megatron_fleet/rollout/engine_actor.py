@@ -142,7 +142,9 @@ class EngineActor(Sampler):
         if not images:
             return await self._run(name, tokens_input(prompt, cache_salt=salt), params)
         if self._images is None:
-            raise ValueError(f"model.path={self._config.model.path} sees no images, or its vision is not supported")
+            raise ValueError(
+                f"model.path={self._config.model.path} is a model without vision, or its vision is not supported"
+            )
         for _ in range(IMAGE_ATTEMPTS):
             output = await self._run(name, await self._images.make(prompt, images, salt), params)
             if output.outputs[0].finish_reason != "error":

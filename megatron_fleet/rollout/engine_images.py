@@ -88,7 +88,10 @@ def _open(placed: PlacedImage) -> PIL.Image.Image:
         raise ValueError(f"the image at token {placed.start} cannot be read: {error}") from error
     width, height = file.size
     if width * height > MAX_PIXELS or max(width, height) > MAX_ASPECT * min(width, height):
-        raise ValueError(f"the image at token {placed.start} has {width} x {height} pixels, beyond all limits")
+        raise ValueError(
+            f"the image at token {placed.start} has {width} x {height} pixels, beyond the supported size or aspect "
+            "ratio"
+        )
     return file
 
 

@@ -357,7 +357,7 @@ class EngineSlot(WatchedComponent):
         resend = self._find_resend()
         if resend is None:
             raise RolloutFailed(
-                f"{self.name} was lost and version {version} of the weights cannot be sent a second time; go on from "
+                f"{self.name} was lost and version {version} of the weights cannot be sent a second time; resume from "
                 f"the newest checkpoint. Its log is {self.log}."
             )
         sending = asyncio.ensure_future(resend(receiver, version))

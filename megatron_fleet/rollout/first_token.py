@@ -58,7 +58,7 @@ def main() -> int:
             answer = {"problem": str(error)}
         except Exception as error:
             reason = _reason(log) or f"{type(error).__name__}: {error}"
-            answer = {"problem": f"the engine failed ({reason}); see what vLLM advises."}
+            answer = {"problem": f"the engine failed ({reason}); follow vLLM's advice."}
     os.write(answers, f"{json.dumps(answer | {'seconds': time.monotonic() - begun})}\n".encode())
     return 0
 

@@ -103,7 +103,7 @@ class Pool:
                     with contextlib.suppress(OSError):  # on another host
                         names += f"; the end of {late[0].log}: {last_line(Path(late[0].log))}"
                     limit = self._config.rollout.engine.start_timeout_s
-                    said = "not started after %.0f s, of %g at most (rollout.engine.start_timeout_s): %s"
+                    said = "not started after %.0f s of at most %g s (rollout.engine.start_timeout_s): %s"
                     log.warning(said, waited, limit, names)
 
         telling = asyncio.create_task(tell())

@@ -119,7 +119,7 @@ def check_name(name: str) -> str:
     path = PurePosixPath(name)
     outside = str(path) != name or path.is_absolute() or ".." in path.parts or name in ("", ".")
     if outside or not is_path(name):
-        raise UserError(f"{name!r}: is not the name of a file inside a folder; give a relative one like sub/file.")
+        raise UserError(f"{name!r} is not the name of a file inside a folder; give a relative one like sub/file.")
     return name
 
 

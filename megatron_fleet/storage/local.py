@@ -54,7 +54,7 @@ class LocalFolder:
         found = {}
         with os_errors_as_user_error(self.path, "listed"):
             if self.path.exists() and not self.path.is_dir():
-                raise UserError(f"{self.url}: is a file; give the folder that it is in.")
+                raise UserError(f"{self.url} is a file; give the folder that it is in.")
             for folder, folders, names in os.walk(self.path, onerror=_raise):
                 folders[:] = [f for f in folders if not is_unfinished(f)]
                 for name in names:
@@ -204,7 +204,7 @@ def open_regular(path: Path) -> BinaryIO:
         os.close(fd)
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        raise UserError(f"{path}: is not a regular file; check the address.")
+        raise UserError(f"{path} is not a regular file; check the address.")
     return os.fdopen(fd, "rb")
 
 
@@ -221,11 +221,11 @@ def os_errors_as_user_error(path: Path, done: str, size: int | None = None) -> I
     except FileNotFoundError:
         if size is None:
             raise UserError(f"{path}: there is no such file; check the address.") from None
-        raise UserError(f"{path}: was removed or renamed while being written; is another process at it?") from None
+        raise UserError(f"{path} was removed or renamed while being written; does another process use it?") from None
     except OSError as e:
         if e.errno in NO_ROOM and size is not None:
             raise UserError(f"{path}: {_no_room(path, size, e)}") from None
-        raise UserError(f"{path}: cannot be {done} ({e.strerror}); check the disk and its permissions.") from None
+        raise UserError(f"{path} cannot be {done} ({e.strerror}); check the disk and its permissions.") from None
 
 
 def write_atomically(path: Path, data: bytes, beside: Path | None = None) -> None:
@@ -367,13 +367,11 @@ def _no_room(path: Path, size: int, error: OSError) -> str:
         return f"{size} bytes are more than the disk quota allows; free some space or choose another place."
     disk = os.statvfs(path.parent)
     free = disk.f_bavail * disk.f_frsize
-    return f"needs {size} bytes and the disk has {free} free; free some space or choose another place."
+    return f"{size} bytes are needed and the disk has {free} free; free some space or choose another place."
 
 
 def _too_short(path: Path, end: int) -> UserError:
-    return UserError(
-        f"{path}: has {path.stat().st_size} bytes and byte {end} was asked for; copy or download it again."
-    )
+    return UserError(f"{path} has {path.stat().st_size} bytes and byte {end} was asked for; copy or download it again.")
 
 
 def _raise(error: OSError) -> None:

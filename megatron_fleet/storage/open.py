@@ -57,7 +57,7 @@ def _open_remote(url: str | Path) -> RemoteFolder | None:
         if not str(url):
             raise UserError("the address of a folder is empty; give a path, s3://bucket/prefix or gs://bucket/prefix.")
         if not is_path(str(url)):
-            raise UserError(f"{url}: cannot be a path (a NUL or half of a surrogate pair); give another one.")
+            raise UserError(f"{url} cannot be a path (a NUL or half of a surrogate pair); give another one.")
         return None
     bucket, _, prefix = rest.partition("/")
     if bucket and scheme == "s3":
@@ -68,4 +68,4 @@ def _open_remote(url: str | Path) -> RemoteFolder | None:
         from megatron_fleet.storage.gcs import GCSFolder
 
         return GCSFolder(bucket, prefix.strip("/"))
-    raise UserError(f"{url}: is not the address of a folder; give a path, s3://bucket/prefix or gs://bucket/prefix.")
+    raise UserError(f"{url} is not the address of a folder; give a path, s3://bucket/prefix or gs://bucket/prefix.")

@@ -50,10 +50,10 @@ class RunFolder:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
         except OSError as error:
-            raise UserError(f"{file}: cannot be written ({error.strerror}); choose another run.out.") from None
+            raise UserError(f"{file} cannot be written ({error.strerror}); choose another run.out.") from None
         try:
             if not stat.S_ISREG(os.fstat(self._fd).st_mode):
-                raise UserError(f"{file}: is not a regular file; remove it, or choose another run.out.")
+                raise UserError(f"{file} is not a regular file; remove it, or choose another run.out.")
             self._lock(folder)
             if not os.fstat(self._fd).st_size:  # only who has the lock writes, so all see one id
                 self._write(folder, wanted or new_id(name), name)
@@ -61,7 +61,7 @@ class RunFolder:
             if wanted not in (None, self.id):
                 raise UserError(
                     f"run.id={wanted}: {folder} belongs to the run {self.id}; choose another run.out, or leave out "
-                    f"run.id to go on with that run."
+                    f"run.id to resume that run."
                 )
         except BaseException:
             self.close()
@@ -77,7 +77,7 @@ class RunFolder:
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
-            log.warning("%s: the file system has no locks; start no second run in this folder", folder)
+            log.warning("%s: the file system does not support locks; do not start a second run in this folder", folder)
 
     def _write(self, folder: Path, made: str, name: str) -> None:
         data = (json.dumps({"id": made, "name": name}) + "\n").encode()

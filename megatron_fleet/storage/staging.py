@@ -63,7 +63,7 @@ class LocalStaging:
         self.url = str(final)
         self._final = Path(os.path.abspath(final))
         if not self._final.name:
-            raise UserError(f"{final}: is the root of the file system; name a folder in it.")
+            raise UserError(f"{final} is the root of the file system; name a folder in it.")
         self._partial = self._final.with_name(f".{self._final.name}{UNFINISHED}")
         self._marker = check_name(marker)
         self.folder: Folder = LocalFolder(self._partial)
@@ -108,7 +108,7 @@ class LocalStaging:
                 raise self._foreign()
 
     def _foreign(self) -> UserError:
-        return UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+        return UserError(f"{self.url}: something else is at this path; remove it or choose another one.")
 
 
 def _sweep(folder: Path) -> None:
@@ -132,7 +132,7 @@ class StoreStaging:
 
     def commit(self, data: bytes) -> None:
         if not self._folder.write_new(self._marker, data) and self._folder.read(self._marker) != data:
-            raise UserError(f"{self.url}: something else is there already; remove it or choose another place.")
+            raise UserError(f"{self.url}: something else is at this path; remove it or choose another one.")
         try:
             self._folder.abort_uploads()
         except UserError as e:

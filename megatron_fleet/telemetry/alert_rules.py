@@ -68,7 +68,7 @@ class AlertRules:
                 yield (
                     "outage",
                     found[1],
-                    f"environment {found[1]} is in quarantine, because its last episodes failed by its own fault "
+                    f"environment {found[1]} is in quarantine, because its last episodes failed through its own fault "
                     f"(env.provisioning.breaker_threshold); it is tried again after env.provisioning.breaker_pause_s.",
                 )
         if problem := mismatch_problem(self._config, metrics):

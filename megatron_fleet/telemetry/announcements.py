@@ -105,7 +105,7 @@ class Announcements:
         lines = [
             f"*Model:* {escape(str(config.model.path))}",
             f"*Tasks:* {escape(tasks)}",
-            f"*Steps:* {run.last_step}" + (f", goes on after step {resumed_step}" if resumed_step is not None else ""),
+            f"*Steps:* {run.last_step}" + (f", resumes after step {resumed_step}" if resumed_step is not None else ""),
             f"*Host:* {escape(socket.gethostname())}",
             *jobs,
             f"*Outputs:* `{escape(str(Path(run.out).absolute()))}`",
@@ -142,7 +142,7 @@ class Announcements:
     def stopping(self, reason: str) -> None:
         """Announce that the run was asked to end, at once: it may be killed while it saves."""
         self._stopped_by = reason
-        self._say(f":octagonal_sign: stopping: {reason}", "What is under way is saved or abandoned.", lasting=True)
+        self._say(f":octagonal_sign: stopping: {reason}", "Work in progress is saved or abandoned.", lasting=True)
 
     def ended(self) -> None:
         """Announce the end according to `status`."""
@@ -152,11 +152,14 @@ class Announcements:
             text = f"{self._step} steps, {took} in this attempt.\n{_change(self._rows)}"
             self._say(":white_check_mark: completed", text, lasting=True, curve=curve)
         elif self.status == REQUEUE:
-            text = f"Saved after step {self._step}, stopped by {escape(self._stopped_by)}; the same command goes on."
-            self._say(":double_vertical_bar: will go on", text, lasting=True)
+            text = (
+                f"Saved after step {self._step}, stopped by {escape(self._stopped_by)}; the same command resumes the "
+                f"run."
+            )
+            self._say(":double_vertical_bar: will resume", text, lasting=True)
         else:
             by = f" by {escape(self._stopped_by)}" if self._stopped_by else ""
-            text = f"Stopped after step {self._step}{by}; the same command goes on from the newest checkpoint."
+            text = f"Stopped after step {self._step}{by}; the same command resumes from the newest checkpoint."
             self._say(":octagonal_sign: cancelled", text, lasting=True)
 
     def failed(self, error: BaseException) -> None:
@@ -237,7 +240,7 @@ def _change(rows: list[dict[str, Any]]) -> str:
         if values:
             before = f"{values[0]:.3f} → " if len(values) > 1 else ""
             parts.append(f"{label} {before}{values[-1]:.3f}")
-    return "Held-out " + ", ".join(parts) if parts else "No held-out reward is known."
+    return "Held-out " + ", ".join(parts) if parts else "No held-out episode has a known reward."
 
 
 def _environments(rows: list[dict[str, Any]], last: Mapping[str, Any]) -> str:

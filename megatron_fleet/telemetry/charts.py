@@ -207,7 +207,7 @@ def write_learning_curve(metrics_path: Path, path: Path, title: str) -> None:
     """
     rows = read_metrics(metrics_path)
     if not rows:
-        raise UserError(f"{metrics_path}: holds no step, so there is no curve to draw; run `mfleet train` first")
+        raise UserError(f"{metrics_path} holds no step, so there is no curve to draw; run `mfleet train` first")
     found = {chart.title: chart for chart in charts(rows)}
     write_svg(path, title, [found[name] for name in LEARNING_CURVE if name in found])
 

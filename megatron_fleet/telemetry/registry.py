@@ -52,7 +52,8 @@ def _family(prefixes: tuple[str, ...], rows: dict[str, str]) -> tuple[Metric, ..
 _REWARD = {
     "avg_raw_reward": "Mean reward over episodes with a known reward; with 0/1 rewards this is pass@1.",
     "mean_clipped_reward": "Mean of max(reward, 0) over episodes with a known reward.",
-    "mean_positive_reward": "Mean reward over the episodes whose reward is above 0; absent when there is none.",
+    "mean_positive_reward": "Mean reward over the episodes whose reward is above 0; absent if there are no such "
+    "episodes.",
     "avg_pass_at_1": "pass_at_1, by the name that Fleet's runs are compared by.",
     "avg_pass_at_{n}": "Share of prompts (with a known reward) that have any solved episode: a known reward of at "
     "least eval.pass_threshold.",
@@ -80,7 +81,7 @@ _ACTIVITY = {
     "avg_truncated_outputs": "Mean tool results per episode that were cut.",
     "avg_images": "Mean images per episode that the policy was shown.",
     "avg_image_tokens": "Mean tokens of images per episode, all segments together.",
-    "total_images_unseen": "Images that were left out: the model sees none, or their file was broken.",
+    "total_images_unseen": "Images that were left out: the model has no vision, or their file was broken.",
     "total_turns_past_deadline": "Turns that were cut at their deadline: rollout.engine.request_timeout_s and the time "
     "for their tokens at rollout.engine.min_tokens_per_s.",
     "false_completion_rate": "Episodes that ended as `completed` with a reward below eval.pass_threshold, divided by "
@@ -124,7 +125,7 @@ _LENGTHS = {
     "avg_tokens_zero_rewards": "avg_num_tokens over episodes with reward 0.",
     "avg_tokens/{outcome}": "avg_num_tokens over episodes that ended this way.",
     "repeated_ngram_rate": "Stretches of 20 tokens of the policy that occurred before in its episode, divided by all "
-    "stretches: loops, and sentences that are said again.",
+    "stretches: loops, and repeated sentences.",
 }
 
 _GENERATE = {
@@ -141,7 +142,7 @@ _GENERATE = {
 _ATTEMPTS = {
     "attempts_started": "Episodes handed to a worker: those collected, those retried and those aborted.",
     "attempts_retried": "Episodes that ended with an unknown reward and were played again from the start.",
-    "attempts_aborted": "Episodes that went down with an engine or a worker and were issued again.",
+    "attempts_aborted": "Episodes that were lost with an engine or a worker and were played again.",
 }
 
 _ACCOUNTING = {
@@ -260,7 +261,7 @@ _EVAL = {
     **_EXTREMES,
     **_FAILURES,
     **_LENGTHS,
-    "tasks": "Tasks that were to be played.",
+    "tasks": "Tasks selected to be played.",
     "tasks_scored": "Those with a known reward: fewer when eval.budget_s ended before, or when verifiers failed.",
     "episodes": "Number of episodes at the training temperature.",
     "action_tokens": "Tokens the policy sampled in them.",
@@ -276,7 +277,7 @@ _TRAINER = {
 _DATA = {
     "mix/{env}": "Share of the step's prompts that are of the environment.",
     "mix_total/{env}": "The same over all steps of the run, resumed parts included.",
-    "weight/{env}": "Share that the environment was to have in this step; see docs/understand/mixture.md.",
+    "weight/{env}": "Target share of the environment in this step; see docs/understand/mixture.md.",
     "epoch/{env}": "Passes over the environment's training tasks: whole ones, and the part of the present one.",
     "signal/{env}": "Estimated share of groups whose known rewards are not all equal, older groups counting less "
     "(data.mixture.curriculum.half_life), from data.mixture.curriculum.prior; only with signal_weights.",
@@ -288,11 +289,11 @@ _CHECKPOINT = {
     "failed": "Checkpoints that could not be written so far; above 0 only with checkpoint.on_failure=continue.",
     "uploads": "Checkpoints copied to checkpoint.store.url since this attempt began, as this one is handed over.",
     "uploads_failed": "Failed attempts at an upload, likewise; each is repeated.",
-    "uploads_waiting": "Checkpoints on their way to the store, this one included.",
+    "uploads_waiting": "Checkpoints not uploaded yet, this one included.",
     "upload_seconds": "Seconds of the last finished upload.",
     "exports": "Checkpoints exported as HF folders since this attempt began (checkpoint.export).",
     "exports_failed": "Exports, checks of exports and copies of them to the store that failed, likewise.",
-    "exports_waiting": "Exports of which something is still to be done, this checkpoint's not included.",
+    "exports_waiting": "Exports that are not finished, this checkpoint's not included.",
     "export_seconds": "Seconds of the last finished export, without its check and its copy.",
     "export_difference": "Mean absolute difference, in nats, of the log-probs that vLLM computed with the last checked "
     "export from the trainer's.",
@@ -333,7 +334,7 @@ METRICS: tuple[Metric, ...] = (
     *_family(("eval/all/",), _ATTEMPTS),
     Metric("eval/all/attempts_unstarted", "Episodes that no worker had begun when eval.budget_s was over."),
     Metric("eval/all/tasks_held_out", "Tasks of which eval.tasks were chosen to be played."),
-    Metric("eval/all/greedy_tasks", "Tasks that were to be played greedily."),
+    Metric("eval/all/greedy_tasks", "Tasks selected to be played greedily."),
     Metric("eval/all/greedy_tasks_scored", "Those with a known reward."),
     Metric("eval/all/uploads_failed", "Files of evaluations that could not be uploaded, since this attempt began."),
     Metric("eval/all/greedy_episodes", "Number of greedy episodes."),

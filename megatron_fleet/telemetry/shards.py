@@ -292,4 +292,4 @@ def _refusing(where: str) -> Iterator[None]:
         raise
     except Exception as error:
         why = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"{where}: is cut, damaged or no file of episodes ({why:.100}); leave it out.") from None
+        raise UserError(f"{where} is cut off, damaged or not a file of episodes ({why:.100}); leave it out.") from None

@@ -87,7 +87,7 @@ class OwnSink:
         try:
             self._sink: MetricSink | None = make(config, resumed_step, started)
         except Exception as error:
-            raise UserError(f"logging.own={path}: raises {type(error).__name__}: {error}; correct it.") from error
+            raise UserError(f"logging.own={path} raises {type(error).__name__}: {error}; correct it.") from error
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         self._try("write", step, metrics)
@@ -103,7 +103,7 @@ class OwnSink:
         except Exception as error:
             self._sink = None
             log.warning(
-                "logging.own=%s: %s raises %s: %s. It gets nothing more; metrics.jsonl has everything.",
+                "logging.own=%s: %s raises %s: %s. It is not called again; metrics.jsonl has everything.",
                 self._path,
                 method,
                 type(error).__name__,
@@ -195,7 +195,7 @@ def _row(line: bytes, where: str, remedy: str) -> dict[str, Any]:
     """Parse a line of a metrics log. Raises UserError if it is damaged."""
     row = parse_json(line, where, remedy)
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < 1 << 31:
-        raise UserError(f"{where}: has no step, a whole number from 0; {remedy}.")
+        raise UserError(f"{where} has no step, a whole number from 0; {remedy}.")
     for name, value in row.items():
         # The comparison is false for NaN.
         if value is not None and not (isinstance(value, int | float) and abs(value) <= sys.float_info.max):

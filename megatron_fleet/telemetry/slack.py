@@ -97,7 +97,7 @@ def check_slack(config: SlackConfig, environ: Mapping[str, str]) -> None:
     except Exception as error:
         if _seconds_to_retry(error, 0.0) is None:
             raise _refusal(config.channel, error) from None
-        log.warning("Slack does not answer (%s); the run begins without, and its messages wait", _said(error))
+        log.warning("Slack does not answer (%s); the run starts anyway, and its messages wait", _said(error))
         return
     granted = next((value for name, value in scopes.items() if name.lower() == "x-oauth-scopes"), None)
     missing = [] if granted is None else [scope for scope in SCOPES if scope not in granted.replace(" ", "").split(",")]
@@ -214,7 +214,7 @@ class SlackThread:
             self._refused = error
             self._answered.set()
         else:
-            log.warning("a message is not in Slack (%s): %s", _said(error), message.title)
+            log.warning("a message could not be sent to Slack (%s): %s", _said(error), message.title)
 
     def _pause(self, seconds: float, hurry: bool) -> bool:
         """Wait; ``hurry``: once only until the run ends. Returns whether there is time to send again."""
@@ -276,7 +276,7 @@ class SlackThread:
             if _seconds_to_retry(error, 0.0) is not None:
                 raise
             self._pictures_refused = True
-            log.warning("Slack takes no images (%s); messages go without", _said(error))
+            log.warning("Slack does not accept images (%s); messages are sent without", _said(error))
             return False
         return True
 
@@ -284,7 +284,7 @@ class SlackThread:
         if not self._file.exists():
             return None
         try:
-            found = read_object(self._file, "remove it; a new thread is begun")
+            found = read_object(self._file, "remove it; the run then starts a new thread")
         except UserError as error:
             log.warning("%s", error)
             return None
@@ -299,7 +299,7 @@ class SlackThread:
         try:
             write_atomically(self._file, (json.dumps(content) + "\n").encode())
         except (UserError, OSError) as error:
-            log.warning("the next attempt begins another thread in Slack: %s", error)
+            log.warning("the next attempt will start another thread in Slack: %s", error)
 
 
 def _section(text: str) -> dict[str, Any]:

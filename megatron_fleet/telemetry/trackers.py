@@ -126,7 +126,7 @@ class WandbSink:
             try:
                 self._run.log({f"samples/{kind}": Table(columns=list(COLUMNS), data=rows), STEP: step})
             except Exception as error:  # of its files and formats; a table must not end a run
-                log.warning("no table of episodes of step %d at W&B: %s", step, error)
+                log.warning("the table of episodes of step %d was not sent to W&B: %s", step, error)
 
     def close(self, complete: bool = True) -> None:
         self._unless_gone(lambda: self._run.finish(exit_code=0 if complete else 1))
@@ -142,7 +142,11 @@ class WandbSink:
             call()
         except Exception as error:
             self._gone = True
-            log.warning("W&B gets nothing more of this run (%s: %s); metrics.jsonl has it", type(error).__name__, error)
+            log.warning(
+                "W&B receives no further metrics of this run (%s: %s); metrics.jsonl has them",
+                type(error).__name__,
+                error,
+            )
 
 
 class MlflowSink:
@@ -254,7 +258,7 @@ def check_wandb(config: Config) -> None:
         )
     if key is not None and not _is_known(key):
         raise UserError(
-            f"logging.wandb.project={wandb.project}: W&B does not know the key; correct WANDB_API_KEY, or that of the "
+            f"logging.wandb.project={wandb.project}: W&B rejects the key; correct WANDB_API_KEY, or that of the "
             f"modality, or set logging.wandb.mode=offline."
         )
 
@@ -269,7 +273,7 @@ def _is_known(key: str) -> bool:
         answer = httpx.post(url, json=asked, auth=("api", key), timeout=ANSWER_S)
         found = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        log.warning("W&B at %s does not say whether it knows the key (%s)", url, type(error).__name__)
+        log.warning("W&B at %s does not confirm the key (%s)", url, type(error).__name__)
         return True
     nobody = isinstance(found, dict) and isinstance(found.get("data"), dict) and found["data"].get("viewer") is None
     return answer.status_code != 401 and not (answer.status_code == 200 and nobody)

@@ -114,7 +114,7 @@ class TrainerGroup:
         self._config, self._listener, self._starter, self._token = config, listener, starter, token
         self._cost, self._init = cost, init
         cluster = config.cluster
-        where = f"Logs of the ranks are in {config.run.out}/logs; the same command goes on from the newest checkpoint."
+        where = f"Logs of the ranks are in {config.run.out}/logs; the same command resumes from the newest checkpoint."
         self.restarts = Restarts("the trainer", where, cluster.max_restarts)
         self._links: list[RankLink] = []
         self._readers: list[asyncio.Task[None]] = []
@@ -338,7 +338,7 @@ class TrainerGroup:
             await before
         error = None
         if call is None or call.deliver is None:
-            error = "nobody waits for this message any more"
+            error = "this message came too late"
         else:
             try:
                 await call.deliver(message)

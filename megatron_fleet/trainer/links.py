@@ -89,7 +89,9 @@ class RankListener:
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=READ_LIMIT, backlog=1024)
         except OSError as error:
-            raise UserError(f"The controller cannot listen at {host}:{port} ({error.strerror}); free it.") from None
+            raise UserError(
+                f"The controller cannot listen at {host}:{port} ({error.strerror}); free this address."
+            ) from None
         self.address = f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def who(self, timeout_s: float) -> list[Identity]:
@@ -129,7 +131,7 @@ class RankListener:
             if asyncio.get_running_loop().time() > deadline:
                 missing = sorted(set(range(self._world_size)) - set(links))
                 raise ConnectionError(
-                    f"{len(missing)} of {self._world_size} ranks did not dial {self.address} within "
+                    f"{len(missing)} of {self._world_size} ranks did not connect to {self.address} within "
                     f"{timeout_s:g} s (cluster.join_timeout_s), the first is rank {missing[0]}"
                 )
             async with self._changed:

@@ -111,7 +111,7 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
     if config.precision.fp8:
         asked, oldest = f"precision.recipe={recipe}", _OLDEST_ENGINE[recipe]
         if machine.capability is None:
-            return f"{asked} needs a CUDA device, and there is none here; set precision.recipe=model_dtype."
+            return f"{asked} needs a CUDA device, which this host lacks; set precision.recipe=model_dtype."
         if machine.capability < (8, 9):
             return (
                 f"{asked} needs compute capability 8.9 or above, and this GPU has {_dotted(machine.capability)}; set "
@@ -119,7 +119,7 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
             )
         if recipe == "fp8_blockwise" and (machine.capability[0] != 9 or machine.cuda < (12, 9)):
             return (
-                f"{asked} needs a Hopper GPU (compute capability 9.0) and CUDA 12.9, here are "
+                f"{asked} needs a Hopper GPU (compute capability 9.0) and CUDA 12.9, but found "
                 f"{_dotted(machine.capability)} and {_dotted(machine.cuda)}; choose fp8_tensorwise or update CUDA."
             )
     elif config.policy.optimizer.moments != "float32" and machine.capability is not None:

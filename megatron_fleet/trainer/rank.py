@@ -68,7 +68,7 @@ def main(environ: Mapping[str, str]) -> int:
     if answer is None or answer[0] != "config":
         raise UserError(
             f"MFLEET_CONTROLLER={address}: the controller refused rank {me.rank} of {me.world_size}; see its output "
-            f"(another number of ranks, or a rank that is there already)."
+            f"(another number of ranks, or this rank is already connected)."
         )
     os.environ["LOCAL_WORLD_SIZE"] = str(me.local_world_size)  # `platform.device` reads it
     if me.source != "mfleet":  # otherwise the process that started it has done this

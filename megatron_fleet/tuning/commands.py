@@ -21,20 +21,20 @@ def add_commands(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     precision.set_defaults(run=_precision)
     trainer = commands.add_parser("trainer", help="measure micro-batch sizes, recomputation and chunks of log-probs")
     _add_layers(trainer)
-    text = "try this micro-batch, again for another (default: 1, 2 and 4 times rollout.max_context)"
+    text = "try this micro-batch; repeatable (default: 1, 2 and 4 times rollout.max_context)"
     trainer.add_argument("--micro-batch", type=int, action="append", default=[], metavar="TOKENS", help=text)
-    text = "try this value of policy.recompute, again for another (default: none and full)"
+    text = "try this value of policy.recompute; repeatable (default: none and full)"
     trainer.add_argument("--recompute", action="append", default=[], metavar="VALUE", help=text)
-    text = "try this policy.logprob_chunk, again for another (default: 1024, 4096 and 16384)"
+    text = "try this policy.logprob_chunk; repeatable (default: 1024, 4096 and 16384)"
     trainer.add_argument("--chunk", type=int, action="append", default=[], metavar="TOKENS", help=text)
     trainer.set_defaults(run=_trainer)
     engine = commands.add_parser("engine", help="measure settings of the rollout engines")
-    text = "try this setting, again for another (default: sequences and tokens in a batch, CUDA graphs, FP8)"
+    text = "try this setting; repeatable (default: sequences and tokens in a batch, CUDA graphs, FP8)"
     engine.add_argument("--try", dest="asked", action="append", default=[], metavar="KEY=VALUE", help=text)
     text = "sequences at once (default: rollout.episodes_in_flight / rollout.engine.replicas)"
     engine.add_argument("--sequences", type=int, metavar="N", help=text)
     engine.add_argument("--prompt", type=int, metavar="TOKENS", help="length of a prompt (default: at most 2048)")
-    engine.add_argument("--answer", type=int, metavar="TOKENS", help="tokens that are sampled (default: of one turn)")
+    engine.add_argument("--answer", type=int, metavar="TOKENS", help="tokens to sample (default: those of one turn)")
     engine.add_argument("--repeats", type=int, default=3, help="timed rounds (default: %(default)s)")
     engine.set_defaults(run=_engine)
     for command in (precision, trainer, engine):

@@ -25,7 +25,7 @@ def write_overrides(path: Path, settings: Sequence[str]) -> None:
     try:
         before = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); name another file.") from None
+        raise UserError(f"{path} cannot be read ({error}); name another file.") from None
     kept = [text for line in before for text in arguments(line)]
     if wrong := next((text for text in kept if "=" not in text), None):
         raise UserError(f"{path}: line {wrong!r:.100} is not key=value; correct it, or name another file.")
@@ -33,4 +33,4 @@ def write_overrides(path: Path, settings: Sequence[str]) -> None:
     try:
         path.write_text("\n".join([HEAD, *merged.values()]) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file.") from None
+        raise UserError(f"{path} cannot be written ({error.strerror}); name another file.") from None

@@ -75,7 +75,7 @@ class PrecisionReport:
             return f"Stay with {self.reference.name}: nothing else is faster beyond the spread of the steps."
         speed = f"{best.name} is {gain:.2f} times as fast as {self.reference.name} ({' '.join(best.settings)})"
         if not self.weights:
-            return f"{speed}; what it does to log-probs needs a model.path with weights, as these are random."
+            return f"{speed}; measure its effect on log-probs with a model.path that has weights, as these are random."
         return f"{speed} and moves log-probs by {best.mean:.4f} nats on average in {self.layers} layers."
 
 

@@ -116,7 +116,7 @@ def transport_classes(name: str) -> TransportClasses:
         own = load(OWN_TRANSPORT, name)()
         if not isinstance(own, TransportClasses):
             raise UserError(
-                f"rollout.engine.transport={name}: gave {type(own).__name__}; it must give TransportClasses."
+                f"rollout.engine.transport={name} returned {type(own).__name__}; it must return TransportClasses."
             )
         return own
     if name not in TRANSPORTS:

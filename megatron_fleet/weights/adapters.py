@@ -189,7 +189,7 @@ def _make_room(out: Path) -> None:
     if out.is_file() or (
         out.is_dir() and any(p.name not in (WEIGHTS, CONFIG) and not is_unfinished(p.name) for p in out.iterdir())
     ):
-        raise UserError(f"{out}: exists and is not a folder of adapters; choose another place for the export.")
+        raise UserError(f"{out} exists and is not a folder of adapters; choose another place for the export.")
     out.mkdir(parents=True, exist_ok=True)
     (out / CONFIG).unlink(missing_ok=True)
 

@@ -38,7 +38,7 @@ class MegatronCheckpoint:
         self.folder = as_folder(place)
         sizes = self.folder.sizes()
         if INDEX in sizes or SINGLE in sizes:
-            raise UserError(f"{self.folder.url}: is an HF folder; give the folder of a Megatron checkpoint.")
+            raise UserError(f"{self.folder.url} is an HF folder; give the folder of a Megatron checkpoint.")
         inside = locate(self.folder.read, sizes, self.folder.url)
         self.path = f"{inside}/" if inside else ""
         self.sizes = {name.removeprefix(self.path): n for name, n in sizes.items() if name.startswith(self.path)}

@@ -65,7 +65,7 @@ def _start(template: Path, out: Path, dtype: torch.dtype) -> Path:
     """A temporary folder next to ``out`` with everything but the weights."""
     config = read_config(template)
     if out.exists() and not (out / "config.json").exists() and (out.is_file() or any(out.iterdir())):
-        raise UserError(f"{out}: exists and is not an HF folder; choose another place for the export.")
+        raise UserError(f"{out} exists and is not an HF folder; choose another place for the export.")
     partial = begin_folder(out)
     for file in sorted(template.iterdir()):
         belongs = file.suffix in COMPANIONS and file.name not in NOTES

@@ -39,7 +39,7 @@ def extend(source: Path, target: Path, factor: float, original: int) -> int:
     """
     with os_errors_as_user_error(target, "made"):
         if os.path.lexists(target):
-            raise UserError(f"{target}: exists already; name another folder or remove it.")
+            raise UserError(f"{target} already exists; name another folder or remove it.")
         raw = extended(read_config(source), factor, original)
         partial = begin_folder(target)
         try:
@@ -67,11 +67,13 @@ def extended(raw: Mapping[str, Any], factor: float, original: int) -> dict[str, 
     model = read_model(raw)
     if model.rope.kind != "default":
         raise UserError(
-            f"config.json: its positions are scaled already ({model.rope.kind}, factor {model.rope.factor:g}); begin "
+            f"config.json: its positions are already scaled ({model.rope.kind}, factor {model.rope.factor:g}); begin "
             f"with the model as it was trained."
         )
     if not 1 < factor < math.inf or original < 1:
-        raise UserError(f"factor={factor:g} and original={original!s:.30} extend nothing; give a factor above 1.")
+        raise UserError(
+            f"factor={factor:g} and original={original!s:.30} do not extend the context; give a factor above 1."
+        )
     if max(factor, original) > MOST_TOKENS or factor * original > MOST_TOKENS:
         raise UserError(
             f"factor={factor:g} × original={original!s:.30} are more than {MOST_TOKENS} tokens; give the factor by "

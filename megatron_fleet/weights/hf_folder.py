@@ -93,7 +93,7 @@ def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
     weight_map = read_weight_map(folder)
     listed = sorted(set(weight_map.values()))
     if SINGLE in sizes and SINGLE not in listed:
-        log.warning("%s: has %s and %s; the files that the index lists are taken", folder.url, SINGLE, INDEX)
+        log.warning("%s has %s and %s; the files that the index lists are taken", folder.url, SINGLE, INDEX)
     stored: dict[str, StoredTensor] = {}
     for name in listed:
         if name not in sizes:
@@ -115,7 +115,7 @@ def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
             f"or download the index again."
         )
     if unlisted := stored.keys() - weight_map.keys():
-        log.warning("%s: %s does not list %s, which is read all the same", folder.url, INDEX, min(unlisted))
+        log.warning("%s: %s does not list %s, which is read anyway", folder.url, INDEX, min(unlisted))
     return stored
 
 
@@ -124,7 +124,7 @@ def _refuse_pointers(folder: Folder, sizes: Mapping[str, int]) -> None:
         small = size <= _POINTER_BYTES and "/" not in name and name.endswith((*_SUFFIXES, ".safetensors"))
         if small and folder.read(name).startswith(_POINTER):
             raise UserError(
-                f"{folder.url}/{name}: is a pointer of Git LFS and not the file itself; run `git lfs pull` in the "
+                f"{folder.url}/{name} is a Git LFS pointer, not the file itself; run `git lfs pull` in the "
                 f"folder, or download the model with `mfleet model fetch`."
             )
 
@@ -134,9 +134,9 @@ def _read_single(folder: Folder, sizes: Mapping[str, int], shards: list[str]) ->
     if SINGLE in sizes and not shards:
         return read_header(folder, SINGLE, sizes[SINGLE])
     if shards:
-        beside = f" and is beside {SINGLE}" if SINGLE in sizes else ""
+        beside = f" and is next to {SINGLE}" if SINGLE in sizes else ""
         raise UserError(
-            f"{folder.url}/{shards[0]}: is one of several files{beside}, and {INDEX}, which lists them, is missing; "
+            f"{folder.url}/{shards[0]} is one of several files{beside}, and {INDEX}, which lists them, is missing; "
             f"download it too."
         )
     other = next((name for name in sizes if name.endswith((".gguf", ".bin", ".pt", ".pth"))), None)
@@ -180,14 +180,14 @@ def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
         head = folder.read(name, 0, 8)
         (length,) = struct.unpack("<Q", head)
         if length > min(size - 8, _MAX_HEADER):
-            raise ValueError(f"its header claims {length} bytes and the file has {size}")
+            raise ValueError(f"its header claims {length} bytes, but the file has {size}")
         return head + folder.read(name, 8, length)
 
 
 def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
     """Parse the tensors of a file from its `read_header_bytes`. Raises ValueError if it is malformed."""
     if header[:8] != (len(header) - 8).to_bytes(8, "little", signed=True):
-        raise ValueError(f"the header of {name} has {len(header) - 8} bytes and claims another number")
+        raise ValueError(f"the header of {name} has {len(header) - 8} bytes but claims another number")
     return _check_header(name, _parse_header(header), len(header), None)
 
 

@@ -201,4 +201,4 @@ def _bfloat16(readers: PerThread[RowReader], tensor: str, rows: Interval) -> npt
 
 def not_finite(tensor: str) -> UserError:
     """Make the error for a tensor that cannot be quantised."""
-    return UserError(f"{tensor}: holds NaN or infinity, which no quantised form has; was the training run healthy?")
+    return UserError(f"{tensor} holds NaN or infinity, which no quantised form has; was the training run healthy?")

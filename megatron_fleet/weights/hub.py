@@ -113,11 +113,11 @@ def _errors_of(model: HubModel) -> Iterator[None]:
             f"{name}: its owner must grant access to it; ask for it at {hub}/{model.repo}, and set HF_TOKEN."
         ) from None
     except errors.RevisionNotFoundError:
-        raise UserError(f"{name}: the hub has no such revision of it; correct what follows the @.") from None
+        raise UserError(f"{name}: the hub has no such revision; correct the part after the @.") from None
     except errors.RepositoryNotFoundError:
         known = "the token in HF_TOKEN may not read it" if os.environ.get("HF_TOKEN") else "it is private"
         raise UserError(
-            f"{name}: is no folder here, and {hub} has no such model, or {known}; correct the name, or set HF_TOKEN."
+            f"{name} is not a folder here, and {hub} has no such model, or {known}; correct the name, or set HF_TOKEN."
         ) from None
     except (errors.HFValidationError, errors.OfflineModeIsEnabled) as error:
         raise UserError(f"{name}: {_first_line(error)}; correct it.") from None

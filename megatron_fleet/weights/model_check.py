@@ -165,12 +165,12 @@ def _check_for_engines(model: HfModel, sizes: Mapping[str, int]) -> None:
         for name in sizes:
             if "/" not in name and name.endswith(".safetensors") and name not in used:
                 raise UserError(
-                    f"{url}/{name}: is beside {', '.join(sorted(used))}, and engines would load both; move it to "
+                    f"{url}/{name} is next to {', '.join(sorted(used))}, and engines would load both; move it to "
                     f"another folder."
                 )
     elif copies := sorted(name for name in sizes if re.fullmatch(r"consolidated.*\.safetensors", name)):
         raise UserError(
-            f"{url}/{copies[0]}: engines would load it in the place of the files that {INDEX} lists; move it to "
+            f"{url}/{copies[0]}: engines would load it instead of the files that {INDEX} lists; move it to "
             f"another folder."
         )
     declared = declared_quantization(model.config)
@@ -179,7 +179,7 @@ def _check_for_engines(model: HfModel, sizes: Mapping[str, int]) -> None:
         says = any(part.get("quant_method") == method for part in declared)
         if stored is not None and not says:
             raise UserError(
-                f"{url}/config.json: has no quantization_config of {method}, and {stored} is stored so; engines would "
+                f"{url}/config.json has no quantization_config of {method}, and {stored} is stored so; engines would "
                 f"take its codes for weights. Use the config.json that belongs to the weights."
             )
         if stored is None and says:
@@ -231,7 +231,7 @@ def _tell_contradictions(folder: str, ours: set[int], theirs: set[int]) -> None:
     (taken, template), *others = [*read_templates(folder)] or [("", "")]
     for name, other in others:
         if other != template:
-            log.warning("%s: the chat template in %s is taken, which differs from that in %s", folder, taken, name)
+            log.warning("%s: using the chat template in %s, which differs from that in %s", folder, taken, name)
 
 
 def check_resumed(config: Config, model: HfModel) -> None:
@@ -253,7 +253,7 @@ def check_resumed(config: Config, model: HfModel) -> None:
         _check_checkpoint(found[wanted], config.policy.lora.rank, model)
     except UserError as error:
         raise UserError(
-            f"run.out={config.run.out}: has a checkpoint of another run ({str(error).rstrip('.')}); choose another "
+            f"run.out={config.run.out} has a checkpoint of another run ({str(error).rstrip('.')}); choose another "
             f"--out, or the settings of that run."
         ) from None
 
@@ -264,7 +264,7 @@ def _check_checkpoint(path: Path, rank: int, model: HfModel) -> None:
     checkpoint = MegatronCheckpoint(path)
     adapters = [(key, stored) for key, stored in checkpoint.index.tensors.items() if key.startswith("adapters.")]
     if bool(adapters) != (rank > 0):
-        raise UserError(f"{path}: holds {'adapters' if adapters else 'all parameters'}, and policy.lora.rank={rank}.")
+        raise UserError(f"{path} holds {'adapters' if adapters else 'all parameters'}, and policy.lora.rank={rank}.")
     if not adapters:
         StoredMatrices(checkpoint, make_table(model.config, (), prediction=False))
         return

@@ -56,7 +56,7 @@ def write_random(target: Path, hf_config: Mapping[str, Any] = QWEN3_0_6B, seed: 
     """
     with os_errors_as_user_error(target, "made"):
         if os.path.lexists(target):
-            raise UserError(f"{target}: exists already; name another folder or remove it.")
+            raise UserError(f"{target} already exists; name another folder or remove it.")
         partial = begin_folder(target)
         try:
             tensors = _random_tensors(hf_config, seed)

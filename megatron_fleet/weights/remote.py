@@ -57,8 +57,8 @@ def fetch(path: str, weights: bool = True) -> str:
         folder = model.folder(os.environ)
         if not folder.is_dir():
             raise UserError(
-                f"model.path={path}: is not in {model.storage(os.environ).parent}, and HF_HUB_OFFLINE forbids to fetch "
-                f"it; unset that, copy the cache of another host, or name a folder."
+                f"model.path={path} is not in {model.storage(os.environ).parent}, and HF_HUB_OFFLINE forbids "
+                f"downloading it; unset that, copy the cache of another host, or name a folder."
             )
         model = model.at(folder.name)
         if not _is_verified(model, weights):
@@ -92,7 +92,7 @@ def _download(listing: Listing, weights: bool) -> None:
     missing = listing.missing_bytes() if weights else 0
     if missing > (free := shutil.disk_usage(storage).free) - ROOM:
         raise UserError(
-            f"model.path={model}: needs {missing / 1e9:.1f} GB in {storage.parent}, where {free / 1e9:.1f} GB are "
+            f"model.path={model} needs {missing / 1e9:.1f} GB in {storage.parent}, where {free / 1e9:.1f} GB are "
             f"free; free some space, or set HF_HOME to a larger disk."
         )
     if missing:

@@ -245,9 +245,9 @@ async def test_sampling_parameters_that_are_refused_are_left_out_and_told(says):
         (error(429, "pay", code="insufficient_quota"), r"no quota left \(429: pay\)"),
         (
             error(400, "temperature must be 1", param="temperature"),
-            r"rollout\.sampling\.temperature=0\.7: org/model takes",
+            r"rollout\.sampling\.temperature=0\.7: org/model does not accept",
         ),
-        (error(400, '"auto" tool choice requires --enable-auto-tool-choice'), "takes no tools .* tool calling"),
+        (error(400, '"auto" tool choice requires --enable-auto-tool-choice'), "does not accept tools .* tool calling"),
         (error(400, "no thanks."), r"refuses a request to model org/model \(400: no thanks\); change"),
         (error(503, "loading"), r"no answer in 3 tries \(503: loading\)"),
         (error(429, "tomorrow", {"retry-after": "86400"}), r"no answer in 1 tries \(429: tomorrow\)"),
@@ -263,7 +263,9 @@ async def test_greedy_that_is_refused_names_its_own_switch():
     server = ChatServer(
         lambda number, body: SAID, probes=lambda body: None if body["temperature"] else error(400, "temperature is 0")
     )
-    with pytest.raises(UserError, match=r"eval\.greedy=true: org/model takes no temperature=0 .* set it to false"):
+    with pytest.raises(
+        UserError, match=r"eval\.greedy=true: org/model does not accept temperature=0 .* set it to false"
+    ):
         await ask_first(server)
 
 
@@ -271,7 +273,7 @@ async def test_a_wrong_key_a_missing_key_and_an_unknown_model(monkeypatch):
     with pytest.raises(UserError, match=r"the key in OPENAI_API_KEY is refused \(401: .*\*\*\*\)") as refused:
         await ask_first(ChatServer(lambda number, body: SAID, key="another"))
     assert KEY not in str(refused.value)
-    with pytest.raises(UserError, match=r"org/other: http.* does not know it .* it has org/model\."):
+    with pytest.raises(UserError, match=r"org/other: http.* does not have this model .* it has org/model\."):
         await ask_first(ChatServer(lambda number, body: SAID), model="org/other")
     monkeypatch.delenv("OPENAI_API_KEY")
     with pytest.raises(UserError, match="a key is needed, and OPENAI_API_KEY is not set"):

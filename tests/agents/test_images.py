@@ -173,7 +173,7 @@ def test_a_run_that_is_not_its_images_is_noticed(renderer):
     ):
         with pytest.raises(ValueError):
             place(ids, images, renderer.vision)
-    with pytest.raises(ValueError, match="sees none"):
+    with pytest.raises(ValueError, match="without vision"):
         place(whole, [one], None)
 
 

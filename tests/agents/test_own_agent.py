@@ -72,7 +72,7 @@ async def test_an_agent_that_gives_no_trajectory_is_told_so(play, tmp_path, monk
     arguments = "task, env, engine, renderer, settings, seed, session"
     (tmp_path / "agent_without.py").write_text(f"async def play({arguments}): return 'done'\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(TypeError, match=r"^agent\.kind=agent_without:play gave str; it must give a Trajectory$"):
+    with pytest.raises(TypeError, match=r"^agent\.kind=agent_without:play returned str; it must return a Trajectory$"):
         await play([], "agent_without:play")
 
 

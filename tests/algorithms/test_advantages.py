@@ -63,5 +63,7 @@ def test_signal_needs_two_known_rewards_that_differ(rewards, signal):
 
 
 def test_an_unknown_name_is_refused():
-    with pytest.raises(UserError, match=r"algorithm\.advantage=gae is neither one of ours nor package\.module:name"):
+    with pytest.raises(
+        UserError, match=r"algorithm\.advantage=gae is neither a built-in name nor package\.module:name"
+    ):
         group_advantages([0, 1], "gae")

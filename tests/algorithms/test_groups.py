@@ -84,7 +84,7 @@ def test_the_example_of_a_filter(rewards, kept):
 )
 def test_what_are_no_rewards_is_refused(tmp_path, monkeypatch, code):
     path = module(tmp_path, monkeypatch, code)
-    with pytest.raises(UserError, match=rf"^algorithm\.reward_shaping={path}: gave .* finite number for each known"):
+    with pytest.raises(UserError, match=rf"^algorithm\.reward_shaping={path} returned .* finite number for each known"):
         build_data([group((1.0, 1, 3), (0.0, 1, 3), (0.5, 1, 3))], AlgorithmConfig(reward_shaping=path))
 
 
@@ -97,5 +97,7 @@ def test_a_shaping_cannot_make_an_unknown_reward_known(tmp_path, monkeypatch):
 @pytest.mark.parametrize("code", ["1", "None", "'yes'"])
 def test_what_is_no_truth_value_is_refused(tmp_path, monkeypatch, code):
     path = module(tmp_path, monkeypatch, code)
-    with pytest.raises(UserError, match=rf"^algorithm\.group_filter={path}: gave .*; it must give True or False\.$"):
+    with pytest.raises(
+        UserError, match=rf"^algorithm\.group_filter={path} returned .*; it must return True or False\.$"
+    ):
         build_data([group((1.0, 1, 3), (0.0, 1, 3))], AlgorithmConfig(group_filter=path))

@@ -280,5 +280,5 @@ def test_bad_requests_are_refused():
     x = pack(batch, normalisers(batch, "token_mean"))
     with pytest.raises(ValueError, match="reference"):
         make_loss(AlgorithmConfig(kl={"coef": 0.1}))(x)
-    with pytest.raises(UserError, match=r"algorithm\.loss=ppo is neither one of ours nor package\.module:name"):
+    with pytest.raises(UserError, match=r"algorithm\.loss=ppo is neither a built-in name nor package\.module:name"):
         make_loss(AlgorithmConfig.model_construct(loss="ppo"))

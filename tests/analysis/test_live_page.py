@@ -237,7 +237,7 @@ def test_what_cannot_be_served_is_one_sentence(simple_run, capsys):
         port = other.getsockname()[1]
         assert cli.main(["report", str(simple_run), "--serve", "--port", str(port)]) == 2
     assert capsys.readouterr().err == (
-        f"error: --port={port}: is in use on 127.0.0.1; name another one, or 0 for any free one.\n"
+        f"error: --port={port} is in use on 127.0.0.1; name another one, or 0 for any free one.\n"
     )
     for arguments, said in (
         ([str(simple_run / "none"), "--serve"], "no such folder"),

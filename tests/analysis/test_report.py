@@ -140,9 +140,9 @@ def resume(run):
         (remove("metrics.jsonl"), "there are no curves"),
         (remove("config.json"), "config.json: missing or unreadable"),
         (remove("split.json"), "split.json: missing or unreadable"),
-        (cut_ends, "eval_000004.parquet: cannot be read and was left out"),
+        (cut_ends, "eval_000004.parquet cannot be read and was left out"),
         (damage("config.json", b"[1]"), "config.json: missing or unreadable"),
-        (damage("trajectories/step_000002.parquet"), "step_000002.parquet: cannot be read and was left out"),
+        (damage("trajectories/step_000002.parquet"), "step_000002.parquet cannot be read and was left out"),
         (resume, "resumed before step 3"),
     ],
 )

@@ -118,15 +118,15 @@ def test_a_damaged_file_is_named_and_the_others_are_read(run, capsys):
     (run / "trajectories" / "step_000001.parquet").write_bytes(b"PAR1 torn")
     assert main(["trajectories", str(run), "--kind", "train"]) == 0
     said = capsys.readouterr()
-    assert "step_000001.parquet: is cut, damaged" in said.err and "step-2-1" in said.out
+    assert "step_000001.parquet is cut off, damaged" in said.err and "step-2-1" in said.out
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         (["nowhere"], "nowhere: there is no such folder or file"),
-        ([".", "--step", "x"], "--step=x: is neither a step nor a range"),
-        ([".", "--reward", "1..0"], "--reward=1..0: is no range"),
+        ([".", "--step", "x"], "--step=x is neither a step nor a range"),
+        ([".", "--reward", "1..0"], "--reward=1..0 is not a range"),
         ([".", "--limit", "0"], "--limit=0: give 1 or more"),
         (["run", "step-9-9"], "there is no episode step-9-9 that matches"),
         (["run", "--out", "a.txt"], "--out=a.txt: the name must end in"),

@@ -160,13 +160,13 @@ def damage(case: str, path: Path) -> str:
     content = json.loads(manifest.read_text())
     if case == "missing file":
         shard.unlink()
-        return f"{shard}: is missing"
+        return f"{shard} is missing"
     if case == "truncated file":
         shard.write_bytes(b"weigh")
-        return f"{shard}: has 5 bytes"
+        return f"{shard} has 5 bytes"
     if case == "flipped bits":
         shard.write_bytes(b"Weights")
-        return f"{shard}: is damaged, its SHA-256 is not that of the manifest.json"
+        return f"{shard} is damaged, its SHA-256 is not that of the manifest.json"
     if case == "no manifest":
         manifest.unlink()
         return "manifest.json is missing"
@@ -198,7 +198,7 @@ async def test_a_damaged_checkpoint_is_explained_and_passed_over(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         assert store.newest() == good
     assert words in caplog.text
-    assert f"the run goes on from step 1, {good.path}" in caplog.text
+    assert f"the run resumes from step 1, {good.path}" in caplog.text
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -238,7 +238,7 @@ async def test_a_file_that_cannot_be_read_is_damage(tmp_path, monkeypatch):
         return opened(self, *args, **kwargs)
 
     monkeypatch.setattr(Path, "open", failing)
-    with pytest.raises(UserError, match=r"0\.distcp: cannot be read \(Input/output error\)"):
+    with pytest.raises(UserError, match=r"0\.distcp cannot be read \(Input/output error\)"):
         saved.verify()
 
 

@@ -164,7 +164,7 @@ def test_a_file_of_torch_with_a_pickle_inside(made, checkpoint, trap, name, monk
 @pytest.mark.parametrize(
     ("key", "words"),
     [
-        (OBJECT, r"__0_0\.distcp: is damaged, or holds something other than tensors"),
+        (OBJECT, r"__0_0\.distcp is damaged, or holds something other than tensors"),
         (TENSOR, rf"holds no {TENSOR} as the model has it"),
     ],
 )

@@ -194,7 +194,7 @@ def test_a_store_that_fails_is_tried_again(tmp_path, monkeypatch, caplog):
     uploader.add(saved)
     uploader.close(60)
     assert store.steps() == [7] and uploader.metrics()["checkpoint/uploads_failed"] == 2
-    assert "step 7 is not in the store yet: 503" in caplog.text
+    assert "step 7 could not be uploaded yet: 503" in caplog.text
 
 
 def test_closing_gives_up_in_time_and_says_what_is_left(tmp_path, monkeypatch, caplog):

@@ -30,7 +30,7 @@ def test_export_overwrites_nothing(tmp_path, capsys):
     (tmp_path / "t.json").write_text("mine")
     assert cli.main(["data", "export", str(tmp_path / "t.json")]) == 2
     assert (tmp_path / "t.json").read_text() == "mine"
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_inspect_tells_what_is_there(capsys):

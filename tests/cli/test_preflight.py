@@ -294,9 +294,9 @@ def test_a_key_that_weights_and_biases_does_not_know_is_refused(model, monkeypat
     check(model, "logging.wandb.project=fleet")
     monkeypatch.setenv("WANDB_API_KEY_TOOL_USE", "1" * 40)
     said = refusal(model, "logging.wandb.project=fleet", "data.modality=tool_use")
-    assert "W&B does not know the key" in said and "1111" not in said
+    assert "W&B rejects the key" in said and "1111" not in said
     monkeypatch.setattr(server, "answer", lambda *_: {"viewer": None})
-    assert "W&B does not know the key" in refusal(model, "logging.wandb.project=fleet")
+    assert "W&B rejects the key" in refusal(model, "logging.wandb.project=fleet")
     server.close()
 
 

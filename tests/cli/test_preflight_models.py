@@ -198,7 +198,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_the_dry_run(earlier, tmp_pa
     assert resumed(config_of(earlier)) is None
     other = write(tmp_path / "other", intermediate_size=128)
     said = resumed(config_of(other))
-    assert said is not None and said.startswith(f"run.out={tmp_path / 'out'}: has a checkpoint of another run (")
+    assert said is not None and said.startswith(f"run.out={tmp_path / 'out'} has a checkpoint of another run (")
     assert "mlp.linear_fc1.weight has shape [4, 224, 96]; config.json asks for [4, 256, 96]" in said
     assert outcome(lambda: preflight.check(config_of(other))) == said
     assert resumed(config_of(other, "run.resume=never")) is None
@@ -210,7 +210,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_the_dry_run(earlier, tmp_pa
 @pytest.mark.slow
 def test_full_training_and_adapters_do_not_resume_each_other(earlier, tmp_path):
     said = resumed(config_of(earlier, "policy.lora.rank=4"))
-    assert said is not None and "step_000012: holds all parameters, and policy.lora.rank=4" in said
+    assert said is not None and "step_000012 holds all parameters, and policy.lora.rank=4" in said
     torch = pytest.importorskip("torch")
     import torch.distributed.checkpoint as dcp
 
@@ -220,7 +220,7 @@ def test_full_training_and_adapters_do_not_resume_each_other(earlier, tmp_path):
         shutil.copy(newer.with_name("step_000012") / name, newer)
     assert resumed(config_of(earlier, "policy.lora.rank=4")) is None
     said = resumed(config_of(earlier))
-    assert said is not None and "step_000013: holds adapters, and policy.lora.rank=0" in said
+    assert said is not None and "step_000013 holds adapters, and policy.lora.rank=0" in said
     said = resumed(config_of(earlier, "policy.lora.rank=8"))
     assert said is not None and f"{key}.a has shape [4, 112]; this run has [8, 112]" in said
 
@@ -238,7 +238,7 @@ def test_sources_that_contradict_each_other_are_told(tmp_path, caplog):
     assert len(caplog.messages) == 3
     assert f"has {SINGLE} and {INDEX}; the files that the index lists are taken" in caplog.text
     assert "eos_token_id is [2] in config.json and [7] in generation_config.json; neither is used" in caplog.text
-    assert "chat_template.jinja is taken" in caplog.text
+    assert "using the chat template in chat_template.jinja" in caplog.text
 
 
 def test_of_a_model_that_is_not_here_index_and_config_are_read(tmp_path, monkeypatch):

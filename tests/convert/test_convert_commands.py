@@ -59,7 +59,7 @@ def test_a_plan_writes_nothing(made, convert, tmp_path):
 
 def test_a_plan_is_refused_where_the_conversion_would_be(made, refused, tmp_path):
     (tmp_path / "mine").write_text("")
-    assert "something else is there already" in refused("to-megatron", made("qwen3"), tmp_path, "--plan")
+    assert "something else is at this path" in refused("to-megatron", made("qwen3"), tmp_path, "--plan")
 
 
 def test_finished_is_finished_and_another_is_refused(made, convert, refused, tmp_path):
@@ -67,10 +67,10 @@ def test_finished_is_finished_and_another_is_refused(made, convert, refused, tmp
         code, out, _ = convert("to-megatron", made("qwen3"), tmp_path / "mg")
         assert (code, out) == (0, f"{tmp_path / 'mg'}: {said}\n")
     assert refused("to-megatron", made("qwen3"), tmp_path / "mg", "--layer-keys", "numbered") == (
-        f"{tmp_path / 'mg'}: exists already; name another folder or remove it."
+        f"{tmp_path / 'mg'} already exists; name another folder or remove it."
     )
-    assert "exists already" in refused("to-megatron", made("qwen3_tied"), tmp_path / "mg")
-    assert "exists already" in refused("to-hf", tmp_path / "mg", made("qwen3"))
+    assert "already exists" in refused("to-megatron", made("qwen3_tied"), tmp_path / "mg")
+    assert "already exists" in refused("to-hf", tmp_path / "mg", made("qwen3"))
 
 
 def test_shards_of_machines(made, convert, tmp_path, monkeypatch):

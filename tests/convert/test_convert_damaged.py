@@ -84,16 +84,16 @@ def another_place(metadata):
 DAMAGE = {
     "a cut data file": (
         lambda r: cut(r / "release" / "__0_0.distcp"),
-        r"/release/\.metadata: wants .* of __0_0\.distcp, which has \d+",
+        r"/release/\.metadata needs .* of __0_0\.distcp, which has \d+",
     ),
     "a missing data file": (
         lambda r: (r / "release" / "__0_0.distcp").unlink(),
-        r"/release/\.metadata: wants .* from __0_0\.distcp, which is missing",
+        r"/release/\.metadata needs .* from __0_0\.distcp, which is missing",
     ),
-    "a cut index": (lambda r: cut(r / "release" / ".metadata"), r"/release/\.metadata: is not a whole pickle"),
+    "a cut index": (lambda r: cut(r / "release" / ".metadata"), r"/release/\.metadata is not a whole pickle"),
     "a damaged index": (
         lambda r: (r / "release" / ".metadata").write_bytes(b"\x80\x04\xff" * 50),
-        r"/release/\.metadata: ",
+        r"/release/\.metadata ",
     ),
     "no index": (lambda r: (r / "release" / ".metadata").unlink(), r"names release, which holds no \.metadata"),
     "no format": (lambda r: (r / "release" / "metadata.json").unlink(), r"/release: metadata\.json is missing"),
@@ -126,15 +126,15 @@ DAMAGE = {
     ),
     "a type that is not that of the data": (
         lambda r: edit_metadata(r, set_dtype(QKV, torch.float16)),
-        r"__0_0\.distcp: holds BF16 \[1, 192, 96\] at byte \d+, where \.metadata promises F16 \[1, 192, 96\]",
+        r"__0_0\.distcp holds BF16 \[1, 192, 96\] at byte \d+, where \.metadata promises F16 \[1, 192, 96\]",
     ),
     "a place that is another's": (
         lambda r: edit_metadata(r, another_place),
-        r"__0_0\.distcp: holds BF16 \[1, 192, 96\] at byte \d+, where \.metadata promises BF16 \[1, 96, 112\]",
+        r"__0_0\.distcp holds BF16 \[1, 192, 96\] at byte \d+, where \.metadata promises BF16 \[1, 96, 112\]",
     ),
     "data that begins with something else": (
         lambda r: overwrite_start(r / "release" / "__0_0.distcp"),
-        r"__0_0\.distcp: .*; save the checkpoint again with Megatron's torch_dist format",
+        r"__0_0\.distcp .*; save the checkpoint again with Megatron's torch_dist format",
     ),
     "no layout": (lambda r: (r / "hf" / "safetensors_layout.json").unlink(), r"does not say which model it is"),
     "a malformed layout": (
@@ -258,7 +258,7 @@ def test_a_vocabulary_that_is_too_small(made, refused, tmp_path):
 
 def test_each_command_says_which_folder_it_wants(made, refused, tmp_path):
     assert refused("to-hf", made("qwen3"), tmp_path / "o") == (
-        f"{made('qwen3')}: is an HF folder; give the folder of a Megatron checkpoint."
+        f"{made('qwen3')} is an HF folder; give the folder of a Megatron checkpoint."
     )
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False))
     assert "config.json: there is no such file" in refused("to-megatron", root, tmp_path / "o")

@@ -131,7 +131,7 @@ def test_a_folder_that_another_one_is_about_to_finish(failures, small_parts, tmp
     def swept(self, name, data):
         if name == "small.json" and left[0]:
             left[0] -= 1
-            raise UserError("small.json: was removed.")
+            raise UserError("small.json was removed.")
         write(self, name, data)
 
     monkeypatch.setattr(local.LocalFolder, "write", swept)
@@ -140,7 +140,7 @@ def test_a_folder_that_another_one_is_about_to_finish(failures, small_parts, tmp
         assert files(tmp_path / "out") == expected_files(plan_of())
     else:
         monkeypatch.setattr(execute.time, "sleep", lambda seconds: None)
-        with pytest.raises(UserError, match=r"small\.json: was removed"):
+        with pytest.raises(UserError, match=r"small\.json was removed"):
             run(plan_of(), tmp_path / "out")
         assert left[0] == failures - execute.ATTEMPTS
 
@@ -176,7 +176,7 @@ def test_another_conversion_is_refused(change, small_parts, tmp_path):
     with pytest.raises(UserError, match=r"half\.partial: an unfinished conversion of source with other settings"):
         run(other, tmp_path / "half")
     run(plan_of(), tmp_path / "out")
-    with pytest.raises(UserError, match="out: exists already; name another folder or remove it"):
+    with pytest.raises(UserError, match="out already exists; name another folder or remove it"):
         run(other, tmp_path / "out")
     assert files(tmp_path / "out") == expected_files(plan_of())
 
@@ -184,7 +184,7 @@ def test_another_conversion_is_refused(change, small_parts, tmp_path):
 def test_other_folders_are_left_alone(small_parts, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(UserError, match="out: something else is there already"):
+    with pytest.raises(UserError, match="out: something else is at this path"):
         run(plan_of(), tmp_path / "out")
     (tmp_path / ".new.partial").mkdir()
     (tmp_path / ".new.partial" / "mine.txt").write_text("mine")
@@ -264,7 +264,7 @@ def test_a_full_disk(small_parts, tmp_path, monkeypatch):
 
     monkeypatch.setattr(local, "allocate", full)
     size = plan_of().files[0].size
-    with pytest.raises(UserError, match=rf"sub/0\.bin: needs {size} bytes and the disk has \d+ free"):
+    with pytest.raises(UserError, match=rf"sub/0\.bin: {size} bytes are needed and the disk has \d+ free"):
         run(plan_of(), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     monkeypatch.undo()
@@ -273,7 +273,7 @@ def test_a_full_disk(small_parts, tmp_path, monkeypatch):
 
 def test_a_place_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"file/\.out\.partial: cannot be listed \(Not a directory\)"):
+    with pytest.raises(UserError, match=r"file/\.out\.partial cannot be listed \(Not a directory\)"):
         run(plan_of(), tmp_path / "file" / "out")
 
 
@@ -297,7 +297,7 @@ def test_sources_are_compared_with_their_checksums(tmp_path):
     (tmp_path / "a").write_bytes(data)
     good = Checksum(open_folder(tmp_path), "a", len(data), hashlib.sha256(data).hexdigest())
     execute.check_sources([good], 2, Silence())
-    with pytest.raises(UserError, match=r"/a: is damaged, its SHA-256 is not"):
+    with pytest.raises(UserError, match=r"/a is damaged, its SHA-256 is not"):
         execute.check_sources([good, replace(good, sha256="0" * 64)], 2, Silence())
 
 

@@ -125,14 +125,14 @@ def test_a_weight_that_is_no_number_is_named(made, refused, tmp_path):
     tensors["decoder.layers.2.mlp.experts.experts.linear_fc1.weight"][3, 5, 7] = float("nan")
     root = write_foreign(tmp_path / "run", tensors)
     said = refused("to-hf", root, tmp_path / "out", "--template", made("kimi_k2_thinking"))
-    assert said.startswith("model.layers.2.mlp.experts.3.gate_proj.weight: holds NaN or infinity")
+    assert said.startswith("model.layers.2.mlp.experts.3.gate_proj.weight holds NaN or infinity")
     assert not (tmp_path / "out").exists()
 
 
 def test_without_a_template_it_says_what_to_do(made, refused, tmp_path):
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False))
     said = refused("to-hf", root, tmp_path / "out")
-    assert said.startswith(f"{root}/iter_0000100: does not say which model it is (checkpoint argument ")
+    assert said.startswith(f"{root}/iter_0000100 does not say which model it is (checkpoint argument ")
     assert "give --template with the HF folder" in said
 
 
@@ -180,10 +180,10 @@ def test_a_step_is_compared_with_its_manifest_first(run_folder, refused, tmp_pat
     data = bytearray(shard.read_bytes())
     data[len(data) // 2] ^= 1
     shard.write_bytes(data)
-    assert refused("to-hf", run_folder, tmp_path / "out").startswith(f"{shard}: is damaged")
+    assert refused("to-hf", run_folder, tmp_path / "out").startswith(f"{shard} is damaged")
     shard.write_bytes(data[:-1])
     said = refused("to-hf", run_folder, tmp_path / "out")
-    assert said.startswith(f"{shard}: has {len(data) - 1} bytes, manifest.json says {len(data)}")
+    assert said.startswith(f"{shard} has {len(data) - 1} bytes, manifest.json says {len(data)}")
     assert not (tmp_path / "out").exists()
 
 
@@ -192,4 +192,4 @@ def test_a_manifest_that_is_none(run_folder, refused, tmp_path):
     manifest.write_text('{"files": {"common.pt": {}}}')
     assert refused("to-hf", run_folder, tmp_path / "out") == f"{manifest}: malformed; use another checkpoint."
     manifest.write_text('{"files": {"__9_0.distcp": {"bytes": 1, "sha256": ""}}}')
-    assert "__9_0.distcp: is missing although manifest.json lists it" in refused("to-hf", run_folder, tmp_path / "out")
+    assert "__9_0.distcp is missing although manifest.json lists it" in refused("to-hf", run_folder, tmp_path / "out")

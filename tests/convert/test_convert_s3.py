@@ -86,7 +86,7 @@ def test_a_template_and_a_foreign_checkpoint(url, made, convert, tmp_path):
 def test_finished_and_foreign_places(url, made, convert, refused):
     for _ in range(2):
         assert convert("to-megatron", made("qwen3"), f"{url}/mg")[:2] == (0, f"{url}/mg: complete\n")
-    assert refused("to-megatron", made("qwen3_tied"), f"{url}/mg").startswith(f"{url}/mg: exists already")
+    assert refused("to-megatron", made("qwen3_tied"), f"{url}/mg").startswith(f"{url}/mg already exists")
     open_folder(f"{url}/mine").write("notes.txt", b"mine")
     assert "holds notes.txt already" in refused("to-megatron", made("qwen3"), f"{url}/mine")
     assert open_folder(f"{url}/mine").sizes() == {"notes.txt": 4}

@@ -135,7 +135,7 @@ def test_what_one_side_lacks_is_reported(family, name, turned, copied, made, con
     sides = (tmp_path / "mg", other)
     code, out, _ = convert("verify", *(reversed(sides) if turned else sides))
     assert code == 1
-    assert out.splitlines()[0] == f"{name}: is missing in {other}"
+    assert out.splitlines()[0] == f"{name}: missing in {other}"
 
 
 def test_another_type_of_a_carried_tensor(made, copied, convert):
@@ -143,13 +143,13 @@ def test_another_type_of_a_carried_tensor(made, copied, convert):
     change(other, lambda name, tensor: tensor.float() if name == VISION else None)
     code, out, _ = convert("verify", made("kimi_k25"), other)
     assert code == 1
-    assert out.startswith(f"{VISION}: is BF16 [32, 32] in {made('kimi_k25')} and F32 [32, 32] in {other}")
+    assert out.startswith(f"{VISION}: BF16 [32, 32] in {made('kimi_k25')} and F32 [32, 32] in {other}")
 
 
 def test_another_model(made, convert):
     code, out, _ = convert("verify", made("qwen3"), made("qwen3_tied"))
     assert code == 1
-    assert "lm_head.weight: is missing in" in out
+    assert "lm_head.weight: missing in" in out
 
 
 @pytest.mark.parametrize("family", ["kimi_k25", "deepseek_v3_mtp"])
@@ -164,10 +164,10 @@ def test_hashes_stand_for_a_folder(family, made, copied, convert, refused, tmp_p
     other = copied(family)
     change(other, once(changed, put(9.0, -1)))
     code, out, _ = convert("verify", other, tmp_path / "hf.json")
-    assert (code, out.splitlines()[0]) == (1, f"{changed}: has another hash")
+    assert (code, out.splitlines()[0]) == (1, f"{changed}: different hashes")
     without(other, changed)
-    assert f"{changed}: is missing in one of the two" in convert("verify", other, tmp_path / "hf.json")[1]
-    assert "exists already" in refused("inspect", other, "--hashes", tmp_path / "hf.json")
+    assert f"{changed}: missing in one of the two" in convert("verify", other, tmp_path / "hf.json")[1]
+    assert "already exists" in refused("inspect", other, "--hashes", tmp_path / "hf.json")
     (tmp_path / "bad.json").write_text('{"blake3": {"x": 1}}')
     assert "is not a file of hashes" in refused("verify", other, tmp_path / "bad.json")
     assert "cannot be read" in refused("verify", other, tmp_path / "none.json")
@@ -179,7 +179,7 @@ def test_equal_bits_of_another_type_have_another_hash(made, copied, convert, tmp
     change(other, lambda name, tensor: tensor.view(torch.float16) if name == DOWN else None)
     convert("inspect", made("qwen3"), "--hashes", tmp_path / "hashes.json")
     code, out, _ = convert("verify", other, tmp_path / "hashes.json")
-    assert (code, out.splitlines()[0]) == (1, f"{DOWN}: has another hash")
+    assert (code, out.splitlines()[0]) == (1, f"{DOWN}: different hashes")
 
 
 def test_a_changed_byte_of_a_checkpoint_is_found(made, convert, tmp_path):

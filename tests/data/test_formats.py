@@ -99,7 +99,7 @@ def test_one_line_is_a_task_if_the_name_says_lines():
     ],
 )
 def test_what_cannot_be_read_is_refused_by_its_name(data, words):
-    with pytest.raises(UserError, match=f"^given: .*({words})") as refused:
+    with pytest.raises(UserError, match=f"^given:? .*({words})") as refused:
         read_rows(data, "given")
     assert "\n" not in str(refused.value)
 
@@ -115,7 +115,7 @@ def test_what_cannot_be_read_is_refused_by_its_name(data, words):
     ],
 )
 def test_damaged_csv_is_refused_with_its_place(text, words):
-    with pytest.raises(UserError, match=f"^t.csv: .*{words}"):
+    with pytest.raises(UserError, match=f"^t.csv:? .*{words}"):
         read_rows(text.encode(), "t.csv")
 
 

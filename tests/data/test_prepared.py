@@ -93,7 +93,7 @@ def test_the_same_content_again_changes_nothing_and_another_is_refused(tmp_path,
     assert {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in (tmp_path / "p").iterdir()} == before
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").write_text("x")
-    with pytest.raises(UserError, match="something else is there"):
+    with pytest.raises(UserError, match="something else is at this path"):
         make(tmp_path / "mine", data)
 
 
@@ -176,7 +176,7 @@ def test_a_later_version_keeps_the_sides_of_an_earlier_one(tmp_path, tasks_file)
 
 def test_a_manifest_of_other_data_is_refused(tmp_path, tasks_file):
     make(tmp_path / "p", DataConfig(tasks=tasks_file({"a": 20})))
-    with pytest.raises(UserError, match="knows none of its tasks"):
+    with pytest.raises(UserError, match="has none of its tasks"):
         build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "p" / "split.json")))
     with pytest.raises(UserError, match=r"cannot be read .*; correct data\.split_manifest"):
         build(DataConfig(tasks=tasks_file({"b": 20}), split_manifest=str(tmp_path / "nowhere.json")))

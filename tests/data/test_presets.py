@@ -120,7 +120,7 @@ def test_v02_fits_files_of_either_modality(tmp_path, modality, held_out):
     assert {t.env_key for t in result.train} == {"booking"}
     assert sum(t.env_key == held_out for t in result.held_out) == 19
     (absent,) = {"outlook", "instacart"} - {held_out}
-    assert result.notes == [f"data.held_out_environments names {absent}, of which there is no task."]
+    assert result.notes == [f"data.held_out_environments names {absent}, which has no tasks."]
 
 
 @pytest.mark.parametrize("name", ["balanced", "v4"])

@@ -96,7 +96,7 @@ def test_the_embedded_split_is_the_one_that_the_quickstart_was_measured_on():
 
 
 def test_filters_that_leave_nothing_are_refused(play):
-    with pytest.raises(UserError, match="the filters leave none of 10 tasks"):
+    with pytest.raises(UserError, match="the filters remove all 10 tasks"):
         play(10, "data.modality=browser_use")
 
 

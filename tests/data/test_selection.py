@@ -84,7 +84,7 @@ def test_own_lists(tmp_path, suffix):
         ("reason: r", "excludes nothing"),
         ("reason: r\ntasks: a", "tasks must be a list"),
         ("reason: r\ntasks: [1]", "tasks must be a list"),
-        ("reason: r\nkeys: [a]", "keys means nothing"),
+        ("reason: r\nkeys: [a]", "keys is not a key"),
         ("reason: [", "not usable YAML"),
     ],
 )

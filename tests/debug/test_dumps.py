@@ -71,11 +71,11 @@ def flipped(file: Path) -> bytes:
             "is not a dump, record.json is missing; name a folder below dumps/",
         ),
         (lambda dump: (dump / "manifest.json").unlink(), "manifest.json is missing"),
-        (lambda dump: (dump / "data.npz").write_bytes(b"PK"), "data.npz: has 2 bytes"),
-        (lambda dump: (dump / "state" / "state.json").unlink(), "state.json: is missing"),
+        (lambda dump: (dump / "data.npz").write_bytes(b"PK"), "data.npz has 2 bytes"),
+        (lambda dump: (dump / "state" / "state.json").unlink(), "state.json is missing"),
         (
             lambda dump: (dump / "state" / "state.json").write_bytes(flipped(dump / "state" / "state.json")),
-            "state.json: is damaged, its SHA-256 is not that of the manifest.json",
+            "state.json is damaged, its SHA-256 is not that of the manifest.json",
         ),
     ],
 )

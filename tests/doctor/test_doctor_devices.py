@@ -114,7 +114,7 @@ def test_a_healthy_machine(machine):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"reset": "Yes"}, "GPU 1: must be reset"),
+        ({"reset": "Yes"}, "GPU 1: a reset is required"),
         ({"dram": "2"}, "GPU 1: 2 uncorrectable memory errors (DRAM) since the driver started"),
         ({"pending": "Yes"}, "GPU 1: memory rows wait for a reset to be remapped"),
         ({"compute_mode": "Exclusive_Process"}, "GPU 1: compute mode Exclusive_Process, and an engine shares the GPU"),
@@ -135,7 +135,7 @@ def test_other_gpus_than_the_run_is_for_are_a_warning(machine):
     keys = ["experiment=quickstart", "rollout.engine.colocated=true"]
     here = machine(log(), config=load([*keys, "cluster.gpu=H200"]))
     assert devices.devices(here).status == "warning"
-    assert devices.devices(here).fix.startswith("cluster.gpu=H200, and here is NVIDIA H100 80GB HBM3: ")
+    assert devices.devices(here).fix.startswith("cluster.gpu=H200, but the GPU here is NVIDIA H100 80GB HBM3: ")
     assert devices.devices(machine(log(), config=load([*keys, "cluster.gpu=H100"]))).status == "ok"
 
 
@@ -210,7 +210,7 @@ def test_peer_access(machine):
 
 def test_a_driver_that_does_not_answer(machine, tmp_path):
     here = machine("Failed to initialize NVML: Driver/library version mismatch")
-    with pytest.raises(UserError, match="nvidia-smi -q -x wrote something unknown"):
+    with pytest.raises(UserError, match="the output of nvidia-smi -q -x could not be parsed"):
         devices.driver(here)
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'Failed to initialize NVML: Unknown Error'; exit 255\n")
     with pytest.raises(UserError, match="nvidia-smi failed: Failed to initialize NVML: Unknown Error"):

@@ -94,7 +94,7 @@ def broken(tmp_path_factory):
             "run `ulimit -n 4096` before the command",
         ),
         ("disk space", "0.0 GiB free at ", "choose another run.out"),
-        ("disk speed", "needs 67108864 bytes and the disk has ", "free some space"),
+        ("disk speed", "67108864 bytes are needed and the disk has ", "free some space"),
     ],
 )
 def test_too_small(broken, name, detail, fix):

@@ -108,7 +108,7 @@ async def test_a_host_that_does_not_come_is_named_and_the_others_are_probed(envi
 
 
 async def test_another_token_does_not_meet(environ):
-    with pytest.raises(UserError, match="does not know this run's token"):
+    with pytest.raises(UserError, match="does not have this run's token"):
         other = environ | {"MFLEET_TOKEN": "another"}
         await met(environ, follow(here("bright", other), PROBES, HANG_S), timeout_s=0.5)
 
@@ -116,7 +116,7 @@ async def test_another_token_does_not_meet(environ):
 async def test_a_port_that_is_taken_and_a_host_that_asks_nobody(environ):
     port = int(environ["MFLEET_CONTROLLER"].rsplit(":", 1)[1])
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", port)
-    with pytest.raises(UserError, match=r"cannot listen there .* choose another port"):
+    with pytest.raises(UserError, match=r"cannot be listened on .* choose another port"):
         await Meeting(here("first", environ), PROBES, 2, 0.1).run()
     server.close()
     with pytest.raises(UserError, match=r"nobody answered within 0 s .* start `mfleet doctor` there too"):

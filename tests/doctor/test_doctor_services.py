@@ -74,14 +74,14 @@ def test_weights_and_biases(monkeypatch):
         assert asked("W&B", project) == Result("ok", "WANDB_API_KEY")
         monkeypatch.setenv("WANDB_API_KEY", WRONG)
         result = asked("W&B", project)
-        assert result.status == "failed" and "W&B does not know the key" in result.detail and WRONG not in result.detail
+        assert result.status == "failed" and "W&B rejects the key" in result.detail and WRONG not in result.detail
         assert asked("W&B", project, "logging.wandb.mode=offline").status == "skipped"
     finally:
         server.close()
     with held_ports(1) as (port,):
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{port}")
         result = asked("W&B", project)
-    assert result.status == "warning" and "does not say whether it knows the key (ConnectError)" in result.detail
+    assert result.status == "warning" and "does not confirm the key (ConnectError)" in result.detail
 
 
 def test_slack(monkeypatch):
@@ -133,7 +133,7 @@ def test_fleet(fleet, monkeypatch):
     assert asked("Fleet", *hosted) == Result("ok", "Team, 20 of 500 instances in use")
     fleet.account = fleet.account | {"instance_limit": 40}
     scarce = asked("Fleet", *hosted)
-    assert scarce.status == "warning" and "and the run wants 32 at once" in scarce.detail
+    assert scarce.status == "warning" and "and the run needs 32 at once" in scarce.detail
     monkeypatch.setenv("FLEET_API_KEY", WRONG)
     wrong = asked("Fleet", *hosted)
     assert wrong.status == "failed" and wrong.fix == "correct FLEET_API_KEY" and WRONG not in wrong.detail

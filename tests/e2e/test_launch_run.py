@@ -109,7 +109,7 @@ def test_a_run_saves_before_its_time_limit_is_requeued_resumes_and_completes(slu
         first = launched.steps()
         assert first == list(range(1, len(first) + 1)) and len(first) < 12
         assert launched.end() == 0, launched.said() + tail(launched.out)
-    assert f"stopped by SIGUSR1; the same command goes on from step {len(first)}" in launched.said()
+    assert f"stopped by SIGUSR1; the same command resumes from step {len(first)}" in launched.said()
     assert "mfleet: requeued (restart 1 of at most 20)" in launched.said()
     assert launched.steps() == list(range(1, 13))
     assert json.loads((launched.out / "summary.json").read_text())["steps"] == 12

@@ -131,7 +131,7 @@ def test_the_function_is_called_once_before_a_run(env):
 
 def test_a_function_of_other_arguments_is_refused_before_a_run(env):
     check_own_part("env.reward", "rewards_of_a_test:later")
-    with pytest.raises(UserError, match=r"env.reward=rewards_of_a_test:nothing: must take \(text: str, task: Task\)"):
+    with pytest.raises(UserError, match=r"env.reward=rewards_of_a_test:nothing must take \(text: str, task: Task\)"):
         check_own_part("env.reward", "rewards_of_a_test:nothing")
 
 

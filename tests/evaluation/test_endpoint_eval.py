@@ -53,7 +53,7 @@ def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gon
         arguments = ("eval", "--endpoint", server.url, "--model", MODEL, "--out", str(out), *SMALL)
         assert main(arguments) == 2
         told = capfd.readouterr()
-        assert "the endpoint does not answer: 503: gone; the same command goes on." in told.err
+        assert "the endpoint does not answer: 503: gone; run the same command again to continue." in told.err
         assert "episodes were abandoned without a reward" in told.out
         first = json.loads((out / "metrics.json").read_text())
         assert 0 < first["eval/all/outcome/completed"] < 12

@@ -160,7 +160,7 @@ def test_a_part_that_was_removed_gives_its_number_to_none_that_is_there(tmp_path
         store.add("sampled", played(EpisodeSpec(TASKS[0], 0, sample, 0, 1.0)))
         store.flush()
     (tmp_path / "parts" / "sampled-000000.parquet").write_text("damaged")
-    with pytest.raises(UserError, match=r"sampled-000000\.parquet: is damaged .*remove it"):
+    with pytest.raises(UserError, match=r"sampled-000000\.parquet is damaged .*remove it"):
         store.played("sampled", 4)
     (tmp_path / "parts" / "sampled-000000.parquet").unlink()
     store.add("sampled", played(EpisodeSpec(TASKS[1], 1, 0, 0, 1.0)))

@@ -75,11 +75,11 @@ def jobset(*overrides: str) -> dict:
     [
         (Slurm(), "slurm", ["cluster.ranks=external"], "the launcher sets it"),
         (SkyPilot(), "skypilot", ["launch.kubernetes.claim=runs"], "the hosts' disks end with the job"),
-        (Slurm(), "slurm", ["run.resume=never"], "would throw away what it has trained"),
+        (Slurm(), "slurm", ["run.resume=never"], "would discard its earlier training"),
         (Slurm(), "slurm", ["cluster.nodes=2"], "1 ranks .* cannot be divided"),
         (Slurm(), "slurm", ["parallel.data=4", "launch.gpus=2"], "would have 4 ranks"),
         (Slurm(), "slurm", ["launch.environment={FLEET_API_KEY: x}"], "one of a secret"),
-        (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is no name of a variable"),
+        (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is not the name of a variable"),
         (Slurm(), "slurm", ["launch.secrets=[MY_KEY]"], "MY_KEY is not set in this shell"),
         (
             Slurm(),
@@ -88,7 +88,7 @@ def jobset(*overrides: str) -> dict:
             "rollout.engine.colocated=false",
         ),
         (Slurm(), "slurm", ["launch.shared_disk=false", STORE], "set one of them"),
-        (Slurm(), "slurm", [*TWO[:2], "launch.min_hosts=1", "rollout.engine.replicas=1"], "no whole number on 1"),
+        (Slurm(), "slurm", [*TWO[:2], "launch.min_hosts=1", "rollout.engine.replicas=1"], "not a whole number on 1"),
         (SkyPilot(), "skypilot", [], "set checkpoint.store.url"),
         (SkyPilot(), "skypilot", [STORE, *TWO[:2]], "checkpoint.export.last=true"),
         (SkyPilot(), "skypilot", [STORE, "run.resume=5"], "would go back to that step"),
@@ -106,7 +106,7 @@ def test_a_job_that_could_not_work_is_refused(launcher, kind, overrides, said):
 
 def test_what_is_sent_to_other_machines_is_a_commit(monkeypatch):
     monkeypatch.setattr(planning, "commit", lambda: None)
-    with pytest.raises(UserError, match="changes that are in no commit"):
+    with pytest.raises(UserError, match="has uncommitted changes"):
         SkyPilot().check(job(STORE, kind="skypilot"))
 
 

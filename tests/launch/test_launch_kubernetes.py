@@ -163,10 +163,10 @@ def test_lists_without_names_are_appended_and_ours_stays_as_it_was():
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("launch.kubernetes.pod={containers: {name: host}}", r"^launch.kubernetes.pod.containers: .* a list there"),
-        ("launch.kubernetes.pod={volumes: [{name: runs, emptyDir: 1}]}", r"pod.volumes.emptyDir: .* a mapping there"),
-        ("launch.kubernetes.pod={restartPolicy: [a]}", r"pod.restartPolicy: .* a single value there"),
-        ("launch.kubernetes.volumes=[models]", r"^launch.kubernetes.volumes: 'models' is no claim with a path"),
+        ("launch.kubernetes.pod={containers: {name: host}}", r"^launch.kubernetes.pod.containers must be a list"),
+        ("launch.kubernetes.pod={volumes: [{name: runs, emptyDir: 1}]}", r"pod.volumes.emptyDir must be a mapping"),
+        ("launch.kubernetes.pod={restartPolicy: [a]}", r"pod.restartPolicy must be a single value"),
+        ("launch.kubernetes.volumes=[models]", r"^launch.kubernetes.volumes: 'models' is not a claim with a path"),
         ("launch.kubernetes.volumes=[models:mnt]", r"models:/mnt/models:ro to read only"),
     ],
 )

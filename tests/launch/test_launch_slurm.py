@@ -92,9 +92,9 @@ def test_a_second_component_is_asked_for_in_the_same_way(tmp_path):
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("launch.slurm.options={--gres: gpu}", r"^launch.slurm.options: '--gres' is no long name"),
-        ("launch.slurm.rollout_options={G: '8'}", r"^launch.slurm.rollout_options: 'G' is no long name"),
-        ("launch.slurm.options={a b: c}", r"'a b' is no long name of an option of sbatch"),
+        ("launch.slurm.options={--gres: gpu}", r"^launch.slurm.options: '--gres' is not a long option name"),
+        ("launch.slurm.rollout_options={G: '8'}", r"^launch.slurm.rollout_options: 'G' is not a long option name"),
+        ("launch.slurm.options={a b: c}", r"'a b' is not a long option name of sbatch"),
         ("launch.slurm.partition=a b", r'^launch.slurm.partition="a b": it must have the form \^\[A-Za-z0-9\]'),
         ("launch.slurm.mounts=['/a:/a,/b:/b']", r"^launch.slurm.mounts: '/a:/a,/b:/b' has a comma"),
         ("run.out=a\\b", r"^run.out=.*: Slurm drops a backslash"),

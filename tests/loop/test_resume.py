@@ -43,8 +43,8 @@ async def test_flipped_bits_send_a_run_back_to_the_checkpoint_before(tmp_path, c
     run.take()
     run.fresh()
     await run.go()
-    assert f"{damaged}: is damaged, its SHA-256" in caplog.text
-    assert "the run goes on from step 4" in caplog.text
+    assert f"{damaged} is damaged, its SHA-256" in caplog.text
+    assert "the run resumes from step 4" in caplog.text
     assert run.take()[1:5] == ["wait_ready", "begin_update", "send_weights 4", "finish_update 4"]
     assert run.rows() == whole.rows()
     np.testing.assert_array_equal(run.trainer.weights, whole.trainer.weights)
@@ -67,7 +67,7 @@ async def test_a_restarted_trainer_does_not_load_flipped_bits(tmp_path, caplog):
     run.rollout.collect = flipping
     await run.go()
     assert run.trainer.restarts == ["rank 3 was killed by SIGKILL"]
-    assert "the run goes on from step 2" in caplog.text
+    assert "the run resumes from step 2" in caplog.text
     assert run.rows() == whole.rows()
 
 
@@ -83,7 +83,7 @@ async def test_a_run_whose_checkpoints_are_all_damaged_is_refused_and_left_alone
     damaged, before = flip(run.out, 4), records(run.out)
     assert await asyncio.to_thread(cli.main, ["train", *OVERRIDES, f"run.out={run.out}"]) == 2
     printed = capsys.readouterr().err
-    assert f"error: {damaged}: is damaged, its SHA-256 is not that of the manifest.json, and" in printed
+    assert f"error: {damaged} is damaged, its SHA-256 is not that of the manifest.json, and" in printed
     assert "choose another run.out, or start over with run.resume=never" in printed
     assert records(run.out) == before
 
@@ -156,7 +156,7 @@ async def test_a_damaged_checkpoint_here_is_replaced_by_that_of_the_store(tmp_pa
     damaged = flip(run.out, 6)
     again = Run(tmp_path / "run", *stored(tmp_path, "run.steps=8"))
     await again.go()
-    assert f"{damaged}: is damaged" in caplog.text
+    assert f"{damaged} is damaged" in caplog.text
     assert again.take()[1:5] == ["wait_ready", "begin_update", "send_weights 6", "finish_update 6"]
     Checkpoint.open(damaged.parent).verify()
 
@@ -168,7 +168,7 @@ async def test_a_damaged_checkpoint_of_the_store_is_passed_over(tmp_path, caplog
     damaged.write_bytes(damaged.read_bytes()[::-1])
     other = Run(tmp_path / "other", *stored(tmp_path))
     await other.go()
-    assert "a damaged checkpoint is passed over" in caplog.text and str(damaged) not in other.take()
+    assert "skipping a damaged checkpoint" in caplog.text and str(damaged) not in other.take()
     assert other.rows() == run.rows()
     Checkpoint.open(damaged.parent).verify()  # sent anew
 

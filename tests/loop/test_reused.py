@@ -49,10 +49,10 @@ def said(out: Path, *overrides: str) -> str | None:
 
 
 def test_where_the_run_goes_on_and_what_differs(out):
-    assert said(out) == f"mfleet: {out} has a run; this one goes on from step 3."
+    assert said(out) == f"mfleet: {out} has a run; this one resumes from step 3."
     changed = said(out, "run.steps=6", "policy.optimizer.lr=3e-4", "policy.lora.rank=4", "run.resume=2")
     assert changed == (
-        f"mfleet: {out} has a run; this one goes on from step 2; differs: policy.lora.rank 0 → 4, "
+        f"mfleet: {out} has a run; this one resumes from step 2; differs: policy.lora.rank 0 → 4, "
         f"policy.optimizer.lr 0.001 → 0.0003, run.steps 3 → 6."
     )
 
@@ -122,5 +122,5 @@ def test_the_command_says_it_and_starts_nothing(out, capsys, monkeypatch, dry):
     overrides = ["experiment=quickstart", "run.steps=3", "policy.optimizer.lr=2e-4"]
     assert main(["train", "--out", str(out), *overrides, *(["--dry-run"] if dry else [])]) == 0
     printed = capsys.readouterr().out
-    assert "goes on from step 3; differs: policy.optimizer.lr 0.001 → 0.0002." in printed
+    assert "resumes from step 3; differs: policy.optimizer.lr 0.001 → 0.0002." in printed
     assert "is finished (3 steps); raise run.steps" in printed.splitlines()[-1]

@@ -109,7 +109,9 @@ async def test_a_missing_rank_is_named(tmp_path, address, monkeypatch):
         return await who(self, timeout_s)
 
     monkeypatch.setattr(RankListener, "who", when_one_is_there)
-    with pytest.raises(UserError, match=rf"1 of 2 ranks did not dial {address} within 0.5 s .* rank 1; start them"):
+    with pytest.raises(
+        UserError, match=rf"1 of 2 ranks did not connect to {address} within 0.5 s .* rank 1; start them"
+    ):
         await opened(config, address, ("rank", rank(0, HERE, "10.0.0.1")))
 
 

@@ -92,4 +92,4 @@ def test_a_run_that_has_saved_asks_to_be_started_again(tmp_path, cause):
         process.send_signal(signal.Signals[cause])
     _, errors = process.communicate(timeout=HANG_S)
     assert process.returncode == REQUEUE == 75
-    assert errors == f"mfleet: stopped by {cause}; the same command goes on from step 7, which is saved.\n"
+    assert errors == f"mfleet: stopped by {cause}; the same command resumes from step 7, which is saved.\n"

@@ -114,7 +114,7 @@ def test_none_changes_nothing(fresh):
 def test_what_is_no_family_is_refused(fresh, tmp_path, monkeypatch):
     (tmp_path / "no_family.py").write_text("def own(): return 5")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(UserError, match=r"^model\.family=no_family:own: gave int; it must give a Family\.$"):
+    with pytest.raises(UserError, match=r"^model\.family=no_family:own returned int; it must return a Family\.$"):
         registry.use_family("no_family:own")
 
 

@@ -184,7 +184,7 @@ def test_a_plan_on_the_terminal(capsys, tmp_path):
     for shown in (
         "8.19B parameters",
         "together, of 79.6",
-        "what binds: rollout",
+        "bottleneck: rollout",
         "GPU-hours a step",
         "at 2 a GPU-hour",
     ):
@@ -215,17 +215,17 @@ def test_what_does_not_fit_is_said_with_what_does(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gpu", "V100"], "--gpu V100: it is not known; choose one of H100"),
+        (["--gpu", "V100"], "--gpu V100 is not a known GPU; choose one of H100"),
         (["--tokens", "1e9"], "--tokens 1e+09 is out of its range"),
         (["--sampled", "0"], "--sampled 0 is out of its range"),
-        (["--accepted", "0.3"], "--accepted 0.3 is of a drafter, and rollout.engine.speculative.method=none"),
+        (["--accepted", "0.3"], "--accepted 0.3 needs a drafter, but rollout.engine.speculative.method=none"),
         (["rollout.engine.speculative.method=mtp", "--accepted", "2"], "--accepted 2 is out of its range"),
         (["--search", "0"], "--search 0 searches layouts"),
         (["--search", "8", "--simulate"], "give one of them"),
         (["--simulate", "8", "--failures", "1"], "--failures from 0 to below 1"),
         (["--price", "-1"], "--price must be 0 or more, not -1."),
-        (["--gpu-memory", "0"], "--gpu-memory 0 is no memory of a GPU"),
-        (["--gpu", "P100"], "--gpu P100: it is not known; choose one of H100, "),
+        (["--gpu-memory", "0"], "--gpu-memory 0 is not a GPU's memory"),
+        (["--gpu", "P100"], "--gpu P100 is not a known GPU; choose one of H100, "),
     ],
 )
 def test_arguments_that_mean_nothing(words, message, capsys):
@@ -260,7 +260,7 @@ def test_an_experiment_is_planned_for_the_gpu_that_it_names(capsys):
 )
 def test_another_gpu_than_was_named(wanted, products, other):
     said = other_kind(composed(f"cluster.gpu={wanted}"), products)
-    assert said is None if other is None else said.startswith(f"cluster.gpu={wanted}, and here is {other}: ")
+    assert said is None if other is None else said.startswith(f"cluster.gpu={wanted}, but the GPU here is {other}: ")
 
 
 def test_planning_imports_no_torch():

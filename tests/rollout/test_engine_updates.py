@@ -322,7 +322,7 @@ async def test_a_request_whose_images_vllm_lost_is_made_once_more(actor, monkeyp
 
 
 async def test_a_model_that_sees_nothing_is_given_no_images(actor):
-    with pytest.raises(ValueError, match="sees no images"):
+    with pytest.raises(ValueError, match="is a model without vision"):
         await actor._generate([9], SamplingParams(1.0, 1, ()), "s", [PICTURE])
     assert actor._llm.calls == []
 

@@ -40,7 +40,7 @@ async def test_engines_that_are_late_are_named_with_the_end_of_a_log(tmp_path, m
     while "engine 1, engine 2; the end" not in caplog.text:
         await asyncio.sleep(0)
     assert "engine-1.log: Capturing CUDA graphs:  45%" in caplog.messages[-1]
-    assert "of 1200 at most (rollout.engine.start_timeout_s)" in caplog.messages[-1]
+    assert "of at most 1200 s (rollout.engine.start_timeout_s)" in caplog.messages[-1]
     starting.engines[1].may.set()
     while not caplog.messages[-1].endswith(": engine 2"):  # its log is on another host
         await asyncio.sleep(0)

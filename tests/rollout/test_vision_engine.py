@@ -138,8 +138,11 @@ def broken_images() -> dict[str, tuple[Image, str]]:
     return {
         "no image": (Image("image/png", b"not an image"), "cannot be read"),
         "cut off": (Image("image/png", whole.data[: len(whole.data) // 2]), "cannot be processed"),
-        "a bomb": (Image("image/png", whole.data[:8] + chunk + whole.data[33:]), "cannot be read|beyond all limits"),
-        "a strip": (noise(2000, 4, 11), "beyond all limits"),
+        "a bomb": (
+            Image("image/png", whole.data[:8] + chunk + whole.data[33:]),
+            "cannot be read|beyond the supported size",
+        ),
+        "a strip": (noise(2000, 4, 11), "beyond the supported size"),
     }
 
 

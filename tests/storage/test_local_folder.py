@@ -169,9 +169,9 @@ def test_a_file_that_only_one_writer_may_make_is_never_listed_unfinished(local_f
 def test_what_cannot_be_read_is_told(local_folder):
     local_folder.write("file", b"12345")
     buffer = memoryview(bytearray(4))
-    with pytest.raises(UserError, match="file: has 5 bytes and byte 6 was asked for"):
+    with pytest.raises(UserError, match="file has 5 bytes and byte 6 was asked for"):
         local_folder.read_into("file", 2, buffer)
-    with pytest.raises(UserError, match="file: has 5 bytes and byte 9 was asked for"):
+    with pytest.raises(UserError, match="file has 5 bytes and byte 9 was asked for"):
         local_folder.read("file", 5, 4)
     with pytest.raises(UserError, match="none: there is no such file"):
         local_folder.read("none")
@@ -179,9 +179,9 @@ def test_what_cannot_be_read_is_told(local_folder):
         local_folder.read_into("none", 0, buffer)
     with pytest.raises(UserError, match=r"cannot be read .Is a directory"):
         open_folder(local_folder.path.parent).read(local_folder.path.name)
-    with pytest.raises(UserError, match="file: is a file; give the folder"):
+    with pytest.raises(UserError, match="file is a file; give the folder"):
         open_folder(local_folder.path / "file").sizes()
-    with pytest.raises(UserError, match="file/x: cannot be created"):
+    with pytest.raises(UserError, match="file/x cannot be created"):
         open_folder(local_folder.path / "file").create("x", 1)
     for name in ("../file", "/file", "", ".", "a/../file", "a//file", "./file"):
         with pytest.raises(UserError, match="is not the name of a file inside a folder"):

@@ -73,7 +73,7 @@ def test_what_is_there_already_stays(url):
     open_folder(url).write(MARKER, b"other")
     staging = open_staging(url, MARKER)
     assert staging.exists()
-    with pytest.raises(UserError, match="something else is there already"):
+    with pytest.raises(UserError, match="something else is at this path"):
         staging.commit(b"{}")
     assert open_folder(url).read(MARKER) == b"other"
     assert open_folder(url).sizes() == {MARKER: 5}
@@ -83,10 +83,10 @@ def test_a_foreign_folder_or_file_is_refused_before_the_work(tmp_path):
     for path in (tmp_path / "folder" / "file", tmp_path / "file"):
         open_folder(path.parent).write(path.name, b"precious")
         staging = open_staging(tmp_path / path.relative_to(tmp_path).parts[0], MARKER)
-        with pytest.raises(UserError, match="something else is there already"):
+        with pytest.raises(UserError, match="something else is at this path"):
             staging.exists()
         staging.folder.write("a", b"12")
-        with pytest.raises(UserError, match="something else is there already"):
+        with pytest.raises(UserError, match="something else is at this path"):
             staging.commit(b"{}")
         assert path.read_bytes() == b"precious"
     (tmp_path / "empty").mkdir()
@@ -98,7 +98,7 @@ def test_a_foreign_folder_or_file_is_refused_before_the_work(tmp_path):
 
 
 def test_committing_nothing_is_refused(tmp_path):
-    with pytest.raises(UserError, match="out: was removed or renamed while being written"):
+    with pytest.raises(UserError, match="out was removed or renamed while being written"):
         open_staging(tmp_path / "out", MARKER).commit(b"{}")
     assert os.listdir(tmp_path) == []
 

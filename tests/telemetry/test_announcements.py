@@ -99,12 +99,13 @@ def test_an_attempt_that_goes_on_knows_the_curve_before(server, tmp_path):
         said.stopping("SIGTERM")
         said.status = os.EX_TEMPFAIL
     head, step, evaluation, stopping, end = server.texts()
-    assert head.startswith("*:rocket: mine_1 resumed*") and "*Steps:* 10, goes on after step 7" in head
+    assert head.startswith("*:rocket: mine_1 resumed*") and "*Steps:* 10, resumes after step 7" in head
     assert step.startswith("*:white_check_mark: step 8 of 10 done*")
     assert "Held-out pass@1 0.500 → 0.750" in evaluation
     assert stopping.startswith("*:octagonal_sign: stopping: SIGTERM*")
     assert (
-        end == "*:double_vertical_bar: will go on*\nSaved after step 8, stopped by SIGTERM; the same command goes on."
+        end == "*:double_vertical_bar: will resume*\n"
+        "Saved after step 8, stopped by SIGTERM; the same command resumes the run."
     )
 
 

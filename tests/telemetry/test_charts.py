@@ -116,5 +116,5 @@ def test_it_draws_partial_logs(tmp_path, drawn, rows):
 
 
 def test_an_empty_log_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"metrics\.jsonl: holds no step"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl holds no step"):
         write_learning_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.svg", "run")

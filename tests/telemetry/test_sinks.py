@@ -63,7 +63,7 @@ def test_a_damaged_line_is_named_with_its_file_when_a_run_is_resumed(tmp_path, w
     path.write_bytes(GOOD + DAMAGED[words] + b"\n" + GOOD)
     with pytest.raises(UserError, match="remove the line; the metrics of its step are lost") as caught:
         MetricsLog(path, resumed_step=3)
-    assert str(caught.value).startswith(f"{path}, line 2: ") and words in str(caught.value)
+    assert str(caught.value).startswith(f"{path}, line 2") and words in str(caught.value)
     assert path.read_bytes() == GOOD + DAMAGED[words] + b"\n" + GOOD
 
 
@@ -200,10 +200,10 @@ def test_a_logger_that_fails_is_left_out_and_said_so_once(own, tmp_path, caplog)
     log.write(2, {"a": 1.0})
     log.close()
     (message,) = caplog.messages
-    assert message.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It gets nothing more;")
+    assert message.startswith("logging.own=failing:Log: write raises KeyError: 'missing'. It is not called again;")
 
 
 def test_a_logger_that_cannot_be_made_ends_the_start(own, tmp_path):
     (tmp_path / "unmade.py").write_text("def log(config, resumed_step, started): raise OSError('no disk')\n")
-    with pytest.raises(UserError, match=r"^logging\.own=unmade:log: raises OSError: no disk; correct it\.$"):
+    with pytest.raises(UserError, match=r"^logging\.own=unmade:log raises OSError: no disk; correct it\.$"):
         own("unmade:log")

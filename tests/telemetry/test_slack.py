@@ -189,7 +189,7 @@ def test_an_app_that_may_not_upload_sends_the_text(server, tmp_path, caplog):
         messages.put(Message("evaluation", "pass@1 0.5", picture))
     messages.close()
     assert [("file" in m, m["text"]) for m in server.messages[1:]] == [(False, "*evaluation*\npass@1 0.5")] * 2
-    assert caplog.text.count("Slack takes no images (missing_scope)") == 1
+    assert caplog.text.count("Slack does not accept images (missing_scope)") == 1
     assert server.methods.count("files.getUploadURLExternal") == 1
 
 
@@ -201,7 +201,7 @@ def test_a_message_that_slack_refuses_is_left_out(server, tmp_path, caplog):
     messages.put(Message("c", "d"))
     messages.close()
     assert server.texts() == ["*run started*\ntext", "*c*\nd"]
-    assert "a message is not in Slack (is_archived): a" in caplog.text
+    assert "a message could not be sent to Slack (is_archived): a" in caplog.text
 
 
 def test_a_wrong_channel_ends_the_run_before_anything_is_started(server, tmp_path):

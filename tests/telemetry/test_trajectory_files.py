@@ -184,7 +184,7 @@ def test_nothing_goes_that_is_not_in_the_store_or_that_a_damaged_shard_may_name(
     stored = {"step_000001.parquet": shards["step_000001.parquet"], "step_000002.parquet": 1}
     assert prune(folder, 0, stored) == ["step_000001.parquet"]
     (folder / "step_000004.parquet").write_bytes(b"PAR1 damaged")
-    with pytest.raises(UserError, match=r"step_000004\.parquet: is cut, damaged"):
+    with pytest.raises(UserError, match=r"step_000004\.parquet is cut off, damaged"):
         prune(folder, 0)
     assert len(list(folder.iterdir())) == 6 and len(list((tmp_path / "images").iterdir())) == 7
 

@@ -106,4 +106,4 @@ def test_training_goes_on_without_the_process_of_wandb(server, tmp_path):
     first_step(process)
     output, _ = process.communicate("kill\n", HANG_S)
     assert process.returncode == 0 and {"trained", "closed"} <= set(output.splitlines()), output
-    assert output.count("W&B gets nothing more of this run") == 1
+    assert output.count("W&B receives no further metrics of this run") == 1

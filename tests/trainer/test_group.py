@@ -122,7 +122,9 @@ async def test_only_ranks_of_this_run_are_let_in():
         assert await there.dial(listener.address, TOKEN)
         kind, reason = await answer("rank", who(rank=1))
         assert kind == "refused" and "is there already, on host emulated" in reason
-        with pytest.raises(ConnectionError, match=r"1 of 2 ranks did not dial .* within 0.3 s .* the first is rank 0"):
+        with pytest.raises(
+            ConnectionError, match=r"1 of 2 ranks did not connect to .* within 0.3 s .* the first is rank 0"
+        ):
             await listener.gather(0.3, lambda: None)
     finally:
         listener.close()

@@ -200,8 +200,8 @@ def test_a_state_saved_before_the_first_update_is_whole(make_policy, tmp_path):
 @pytest.mark.parametrize(
     ("saved", "now", "message"),
     [
-        (0, 2, "saved: holds all parameters and policy.lora.rank is above 0; train as this run began"),
-        (2, 0, "saved: holds adapters alone and policy.lora.rank is 0; train as this run began"),
+        (0, 2, "saved holds all parameters and policy.lora.rank is above 0; train as this run began"),
+        (2, 0, "saved holds adapters alone and policy.lora.rank is 0; train as this run began"),
     ],
 )
 def test_states_with_and_without_adapters_are_told_apart(make_policy, tmp_path, saved, now, message):

@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_explained(model, parallel, precision, told):
         ("fp8_tensorwise", Machine((8, 0), (12, 9), (2, 8)), "8.9 or above, and this GPU has 8.0"),
         ("fp8_tensorwise", Machine((9, 0), (12, 4), None), "Transformer Engine 2.2 or newer, and it is not installed"),
         ("fp8_tensorwise", Machine((9, 0), (12, 4), (2, 1)), "Transformer Engine 2.2 or newer, and here is 2.1"),
-        ("fp8_blockwise", Machine((9, 0), (12, 4), (2, 8)), "CUDA 12.9, here are 9.0 and 12.4"),
+        ("fp8_blockwise", Machine((9, 0), (12, 4), (2, 8)), "CUDA 12.9, but found 9.0 and 12.4"),
         ("fp8_blockwise", Machine((10, 0), (13, 0), (2, 8)), "Hopper"),
         ("fp8_blockwise", Machine((9, 0), (12, 9), (2, 2)), "Transformer Engine 2.3"),
         ("fp8_delayed", Machine((9, 0), (12, 1), (1, 6)), "Transformer Engine 1.7"),

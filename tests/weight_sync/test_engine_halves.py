@@ -205,7 +205,7 @@ def test_a_round_that_the_trainer_gave_up_fails_at_once(setup):
     half._board.begin(0, 2)
     half._board.abandon(2)
     half.start_weight_update()
-    with pytest.raises(RoundLost, match="gave round 2 up"):
+    with pytest.raises(RoundLost, match="abandoned round 2"):
         half.receive_weights(ShmUpdateInfo(2))
 
 

@@ -32,9 +32,9 @@ def test_a_transport_is_called_what_the_table_calls_it(name):
     ("name", "message"),
     [
         ("tcp", r"rollout.engine.transport=tcp: there is no such transport; choose auto, shm, cuda_ipc, nccl"),
-        ("gloo", r"transport=gloo: needs the address"),
-        ("nccl", r"transport=nccl: needs the address"),
-        ("disk", r"transport=disk: needs a folder"),
+        ("gloo", r"transport=gloo needs the address"),
+        ("nccl", r"transport=nccl needs the address"),
+        ("disk", r"transport=disk needs a folder"),
     ],
 )
 def test_a_mistake_is_a_sentence(name, message):
@@ -88,7 +88,9 @@ async def test_the_message_of_a_trainer_is_what_a_restarted_engine_loads():
 @pytest.mark.parametrize("messages", [(), ({}, {})])
 async def test_an_update_of_no_or_of_two_messages_is_not_finished(messages):
     engine = OneEngine()
-    with pytest.raises(RuntimeError, match=rf"^version 7 of the weights came in {len(messages)} messages; it must be"):
+    with pytest.raises(
+        RuntimeError, match=rf"^version 7 of the weights was sent in {len(messages)} messages; it must be"
+    ):
         await make_transport("message").sync(Describes(*messages), engine, 7)
     assert "finish_update" not in [verb for verb, *_ in engine.calls]
 
@@ -106,7 +108,9 @@ def test_a_transport_of_ones_own():
     transport = make_transport("my_transport:timed_shm")
     assert type(transport).__name__ == "TimedShm" and transport.lasting
     transport.close()
-    with pytest.raises(UserError, match=r"^rollout\.engine\.transport=other_transport:number: gave int; it must give"):
+    with pytest.raises(
+        UserError, match=r"^rollout\.engine\.transport=other_transport:number returned int; it must return"
+    ):
         make_transport("other_transport:number")
 
 

@@ -161,7 +161,7 @@ async def test_engines_that_wait_are_woken_when_the_trainer_dies(model):
     trainer.send_weights = die
     with pytest.raises(TrainerLost, match="rank 0 was killed"):
         await asyncio.wait_for(transport.sync(trainer, engines, 2), HANG_S)
-    with pytest.raises(RoundLost, match="gave round 2 up"):
+    with pytest.raises(RoundLost, match="abandoned round 2"):
         engines.read(2)
     engines.read(1)  # no writer has begun: the last version is whole, and an engine that restarts takes it
     trainer.send_weights = send

@@ -211,10 +211,10 @@ def test_what_is_no_number_on_one_rank_is_an_error_on_all(folders, tmp_path, for
                 source.values(owned)[at[0] - rows[0], at[1]] = value
                 assert source.place.model.rank == 1
         weights = FormattedSource(source, EngineFormat(model))
-        with pytest.raises(UserError, match=f"{name}: holds NaN or infinity"):
+        with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
             list(weights)
         sender = DiskSender(source, source.place.model, torch.device("cpu"), EngineFormat(model))
-        with pytest.raises(UserError, match=f"{name}: holds NaN or infinity"):
+        with pytest.raises(UserError, match=f"{name} holds NaN or infinity"):
             sender.send(1, {"path": str(tmp_path / "version")}, None)
         return True
 

@@ -62,19 +62,19 @@ def test_the_folder_has_links_and_a_config_of_its_own(tmp_path, capsys):
     assert read_model(json.loads((target / "config.json").read_text())).context == 512
     assert read_model(json.loads((source / "config.json").read_text())).context == 256
     assert main(arguments) == 2
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("family", "factor", "original", "said"),
     [
-        ("qwen3_yarn", 2.0, 64, "scaled already"),
-        ("llama3", 2.0, 64, "scaled already"),
-        ("qwen3", 1.0, 64, "extend nothing"),
-        ("qwen3", float("nan"), 64, "extend nothing"),
-        ("qwen3", float("inf"), 64, "extend nothing"),
+        ("qwen3_yarn", 2.0, 64, "already scaled"),
+        ("llama3", 2.0, 64, "already scaled"),
+        ("qwen3", 1.0, 64, "do not extend the context"),
+        ("qwen3", float("nan"), 64, "do not extend the context"),
+        ("qwen3", float("inf"), 64, "do not extend the context"),
         ("qwen3", 4.0, 10**400, r"original=1000000000000000000000000000000? are more than"),
-        ("qwen3", 4.0, -(10**400), "extend nothing"),
+        ("qwen3", 4.0, -(10**400), "do not extend the context"),
         ("qwen3", 2.0, 64, "has 256 as it is"),
     ],
 )

@@ -98,10 +98,10 @@ DEEP = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     [
         (b"", "it has only 0 bytes"),
         (b"\x08\0\0", "it has only 3 bytes"),
-        (encode(GOOD)[:40], "its header claims .* bytes and the file has 40"),
+        (encode(GOOD)[:40], "its header claims .* bytes, but the file has 40"),
         (encode(GOOD)[:-1], "its header describes .* bytes and the file has"),
         (encode(GOOD) + b"\0", "its header describes .* bytes and the file has"),
-        (struct.pack("<Q", 1 << 63) + bytes(100), "its header claims 9223372036854775808 bytes and the file has 108"),
+        (struct.pack("<Q", 1 << 63) + bytes(100), "its header claims 9223372036854775808 bytes, but the file has 108"),
         (b"<html>\n404 not found</html>", "its header claims"),
         (encode(b"{" + b"x" * 50), "Expecting property name"),
         (encode(b"\xff\xfe" * 8), "codec can't decode"),

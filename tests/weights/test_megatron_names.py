@@ -194,7 +194,7 @@ def test_a_folder_without_megatron_is_refused(tmp_path, monkeypatch, capsys):
         megatron_names.enumerate_release(tmp_path)
     monkeypatch.setattr(sys, "argv", ["megatron_names.py", "--source", str(tmp_path), "--out", str(tmp_path)])
     assert megatron_names.main() == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: ")
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path} ")
     assert not list(tmp_path.iterdir())
 
 

@@ -51,6 +51,6 @@ def test_weights_depend_on_the_seed_alone(tmp_path):
 
 def test_an_existing_folder_stays(tmp_path):
     (tmp_path / "model").mkdir()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         write_random(tmp_path / "model", SMALL)
     assert list((tmp_path / "model").iterdir()) == []

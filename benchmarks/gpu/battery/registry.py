@@ -338,7 +338,7 @@ PARTS: tuple[Part, ...] = (
     Part(
         "checkpoint",
         "battery.parts.checkpointing",
-        "a checkpoint saved, loaded, and copied for writing beside training: time, and peak memory of host and device",
+        "a checkpoint saved, loaded, and copied for writing during training: time, and peak memory of host and device",
         5,
         _TRAINER,
         {

@@ -365,7 +365,7 @@ class RunFollower:
             return None
         episodes, _ = read_episodes(path, threshold, [line])
         if not episodes:
-            raise UserError(f"{path}: row {line} is no episode; leave it out.")
+            raise UserError(f"{path}: row {line} is not an episode; remove that row.")
         record = record_of(episodes[0]) | token_fields(shard.arrays([line]), 0)
         record["pieces"] = (
             {} if self._tokenizer is None else {i: piece_text(self._tokenizer, i) for i in {*record["ids"]}}

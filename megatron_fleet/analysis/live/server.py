@@ -213,9 +213,9 @@ def _listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise UserError(f"--port={port}: is in use on {host}; name another one, or 0 for any free one.") from None
+            raise UserError(f"--port={port} is in use on {host}; name another one, or 0 for any free one.") from None
         why = (error.strerror or str(error)).partition(" (while attempting")[0]  # which `create_server` adds
-        raise UserError(f"--host={host} --port={port}: cannot be listened on ({why}); name another one.") from None
+        raise UserError(f"--host={host} --port={port} cannot be listened on ({why}); name another one.") from None
 
 
 def _text(name: str) -> str:
@@ -227,7 +227,7 @@ def _count(query: QueryParams, name: str) -> int | None:
     if not text:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise HTTPException(400, f"{name}: is no count.")
+        raise HTTPException(400, f"{name} must be a whole number from 0.")
     return int(text)
 
 

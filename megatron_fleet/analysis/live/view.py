@@ -103,10 +103,14 @@ def _json(table: Table) -> dict[str, Any]:
 
 def _state(status: RunStatus | None, clock: float) -> dict[str, str]:
     if status is None:
-        return {"text": "no status.json", "tone": "quiet", "detail": "The run has not said yet what it does."}
+        return {"text": "no status.json", "tone": "quiet", "detail": "The run has not written its status yet."}
     if status.state == "running" and clock - status.time > SILENT_S:
         age = duration(clock - status.time)
-        return {"text": f"silent for {age}", "tone": "bad", "detail": "Killed, or its disk does not answer."}
+        return {
+            "text": f"silent for {age}",
+            "tone": "bad",
+            "detail": "The run was killed, or its disk does not answer.",
+        }
     tones = {"running": "good", "finished": "good", "stopped": "warn", "failed": "bad"}
     detail = f"process {status.pid} on {shown(status.host)}"
     return {"text": status.state, "tone": tones[status.state], "detail": detail}

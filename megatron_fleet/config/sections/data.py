@@ -56,9 +56,9 @@ class DataConfig(Section):
     modality: Literal["all", "tool_use", "computer_use", "browser_use"] = Field(
         "all", description="Play tasks of this modality only."
     )
-    environments: tuple[str, ...] = Field((), description="Play tasks of these environments only; none named = all.")
+    environments: tuple[str, ...] = Field((), description="Play tasks of these environments only; []: all.")
     difficulties: tuple[Literal[1, 2, 3], ...] = Field(
-        (), description="Play tasks of these difficulties (1, 2, 3) only; none named = all, those without one too."
+        (), description="Play tasks of these difficulties (1, 2, 3) only; []: all, also those without one."
     )
     exclusions: tuple[str, ...] = Field(
         (),

@@ -20,14 +20,14 @@ class SlurmConfig(Section):
     time: str = Field(
         "24:00:00",
         pattern=r"^(\d+-)?\d{1,3}(:\d{2}){0,2}$",
-        description="Time limit of one attempt, as sbatch takes it; the run is requeued and goes on.",
+        description="Time limit of one attempt, as sbatch takes it; then the run is requeued and resumes.",
     )
     signal_s: int = Field(
         600,
         ge=60,
         le=65535,
-        description="Seconds before the time limit at which the run is asked to save and end: longer than an update "
-        "and a checkpoint take.",
+        description="Seconds before the time limit at which the run is signalled to save and end: longer than an "
+        "update and a checkpoint take.",
     )
     exclusive: bool = Field(True, description="No other job on the hosts.")
     parallel: int | None = Field(None, ge=1, description="Runs of a sweep at a time; null: all that fit.")
@@ -109,14 +109,15 @@ class KubernetesConfig(Section):
     cpus: int | None = Field(None, ge=1, description="CPUs of each host; null: no limit.")
     memory_gb: int | None = Field(None, ge=1, description="Memory of each host; null: no limit.")
     shared_memory_gb: int = Field(64, ge=1, description="Size of /dev/shm, which counts as memory.")
-    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the resource of which launch.gpus are asked for.")
+    gpu_resource: str = Field("nvidia.com/gpu", description="Name of the resource that launch.gpus counts.")
     resources: dict[str, int | str] = Field(
         {}, description="Further resources of each host, as {rdma/ib: 1, ephemeral-storage: 500Gi}."
     )
     rdma: Literal["ipc_lock", "privileged"] | None = Field(
         None,
         description="Rights of the container for RDMA. ipc_lock: the capability to lock memory, which InfiniBand and "
-        "EFA need; privileged: all, for clusters that show InfiniBand to privileged containers only. null: none.",
+        "EFA need; privileged: all, for clusters that show InfiniBand to privileged containers only. null: no extra "
+        "rights.",
     )
     pod: dict[str, Any] = Field(
         {},
@@ -150,7 +151,9 @@ class LaunchConfig(Section):
         "the run would not work ends the job.",
     )
     max_requeues: int = Field(
-        20, ge=0, description="Times that a run which saved before its end, or lost a host, is started again."
+        20,
+        ge=0,
+        description="Maximum number of restarts of a run that was preempted after a checkpoint, or lost a host.",
     )
     fabric: Literal["auto", "ethernet", "infiniband", "efa", "provider"] = Field(
         "auto",

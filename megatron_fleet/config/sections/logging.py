@@ -49,7 +49,7 @@ class MlflowConfig(Section):
         description="MLflow tracking server that metrics go to, or sqlite:///FILE; null: no MLflow. Needs the package "
         "mlflow-skinny. User or token: MLFLOW_TRACKING_USERNAME and _PASSWORD, or MLFLOW_TRACKING_TOKEN.",
     )
-    experiment: str = Field("megatron_fleet", min_length=1, description="Experiment there, made when there is none.")
+    experiment: str = Field("megatron_fleet", min_length=1, description="Name of the experiment; created if missing.")
 
 
 class TrajectoriesConfig(Section):
@@ -75,7 +75,9 @@ class SlackConfig(Section):
     )
     url: str = Field("https://slack.com/api/", description="Address of Slack's Web API; https://slack-gov.com/api/.")
     cooldown_s: float = Field(
-        3600.0, ge=0, description="Seconds after an alert until Slack hears the same one of the same environment again."
+        3600.0,
+        ge=0,
+        description="Minimum seconds between two Slack messages of the same alert for the same environment.",
     )
 
 
@@ -104,7 +106,7 @@ class AlertsConfig(Section):
 
 
 class LoggingConfig(Section):
-    tensorboard: bool = Field(True, description="Write TensorBoard event files beside metrics.jsonl.")
+    tensorboard: bool = Field(True, description="Write TensorBoard event files next to metrics.jsonl.")
     plot: bool = Field(True, description="Draw the learning curve, curve.svg, at the end.")
     trace_every: int = Field(
         10,
@@ -137,14 +139,16 @@ def _wandb(c: Config) -> str | None:
         instead = "; the team goes to logging.wandb.entity" if refused == ["/"] else ""
         return f"{key}: W&B refuses {' '.join(refused)} in the name of a project; choose another{instead}."
     if not project.strip() or len(project) > WANDB_LENGTH:
-        return f"{key}: W&B wants a name of 1 to {WANDB_LENGTH} characters; choose another."
+        return f"{key}: W&B requires a name of 1 to {WANDB_LENGTH} characters; choose another."
     return None
 
 
 def _mlflow(c: Config) -> str | None:
     uri, experiment = c.logging.mlflow.uri, c.logging.mlflow.experiment
     if uri is not None and (not experiment.strip() or len(experiment) > MLFLOW_LENGTH):
-        return f"logging.mlflow.experiment={experiment}: MLflow wants 1 to {MLFLOW_LENGTH} characters; choose another."
+        return (
+            f"logging.mlflow.experiment={experiment}: MLflow requires 1 to {MLFLOW_LENGTH} characters; choose another."
+        )
     if uri is None or re.fullmatch(r"sqlite:///.+", uri):
         return None
     instead = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"

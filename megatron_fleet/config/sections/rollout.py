@@ -92,8 +92,8 @@ class EngineConfig(Section):
     request_timeout_s: float = Field(
         120,
         gt=0,
-        description="Deadline of one request, besides the time for its tokens (min_tokens_per_s): for waiting, a "
-        "weight update and the prompt.",
+        description="Deadline of one request, in addition to the time for its tokens (min_tokens_per_s): for waiting, "
+        "a weight update and the prompt.",
     )
     min_tokens_per_s: float = Field(
         10,
@@ -109,8 +109,8 @@ class EngineConfig(Section):
     update_timeout_s: float = Field(120, gt=0, description="Deadline of a weight update.")
     colocated: bool | None = Field(
         None,
-        description="Engines share the trainer's devices: they sleep while it trains, and it is offloaded while they "
-        "play; null: on GPUs yes, on CPUs no.",
+        description="Engines and trainer share devices and take turns: engines sleep while it trains, and its state is "
+        "offloaded while they play. null: true on GPUs, false on CPUs.",
     )
     transport: Annotated[str, NameOrPath(("auto",), "a package of megatron_fleet/weight_sync")] = Field(
         "auto",

@@ -46,8 +46,8 @@ class RunConfig(Section):
     )
     resume: Literal["auto", "must", "never"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
-        description="auto: go on from the newest whole checkpoint, in `out` or the store, else start. must: the same, "
-        "but refuse to start without one. A step: go on from its checkpoint; later ones no longer count. never: start "
+        description="auto: resume from the newest whole checkpoint, in `out` or the store, else start. must: the same, "
+        "but refuse to start without one. A step: resume from its checkpoint; later ones no longer count. never: start "
         "anew; if `out` has the records of an earlier run, it is renamed to `<out>.1`, or the next free number.",
     )
     time_limit_s: float | None = Field(
@@ -82,7 +82,7 @@ class ClusterConfig(Section):
     gpu: Literal["A100", "H20", "H100", "H200", "B200", "B300"] | None = Field(
         None,
         description="Kind of GPU that layout and micro-batches were chosen for. `mfleet plan` and `mfleet train "
-        "--dry-run --gpus` compute with it, SkyPilot is asked for it first, and a run on another kind warns. null: "
+        "--dry-run --gpus` compute with it, SkyPilot requests it first, and a run on another kind warns. null: "
         "any; plans are for H100.",
     )
     join_timeout_s: float = Field(600, gt=0, description="Deadline for all hosts, and for all ranks, to connect.")
@@ -106,7 +106,9 @@ class StoreConfig(Section):
         "disk. Below it: `<run.project>/<last part of model.path>/<run.id>/global_step_<N>/`.",
     )
     keep: int | None = Field(None, ge=1, description="Number of newest checkpoints to keep in the store; null: all.")
-    mb_per_s: float | None = Field(None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: none.")
+    mb_per_s: float | None = Field(
+        None, gt=0, description="Limit of the uploads, in 10⁶ bytes per second; null: no limit."
+    )
     drain_timeout_s: float = Field(
         1800,
         ge=0,
@@ -123,7 +125,7 @@ class ExportConfig(Section):
         0,
         ge=0,
         description="Checkpoints of steps that are multiples of this are exported to `run.out/exports/step_<N>` while "
-        "training goes on; 0: none.",
+        "training continues; 0: none.",
     )
     best: bool = Field(False, description="So is each new best checkpoint by checkpoint.keep_best.")
     keep: int = Field(
@@ -141,19 +143,19 @@ class CheckpointConfig(Section):
     asynchronous: bool = Field(
         True,
         description="Ranks copy their state to host memory, as much again as they hold, and write it while training "
-        "goes on. false: training waits until it is written, without a copy.",
+        "continues. false: training waits until it is written, without a copy.",
     )
     keep: int = Field(2, ge=1, description="Number of newest checkpoints to keep in `run.out`.")
     keep_every: int = Field(
-        0, ge=0, description="Checkpoints of steps that are multiples of this are kept besides; 0: none."
+        0, ge=0, description="Checkpoints of steps that are multiples of this are kept as well; 0: none."
     )
     keep_best: str | None = Field(
-        None, description="The checkpoint with the highest value of this metric is kept besides: `eval/all/pass_at_1`."
+        None, description="The checkpoint with the highest value of this metric is kept as well: `eval/all/pass_at_1`."
     )
     on_failure: Literal["stop", "continue"] = Field(
         "stop",
-        description="When a checkpoint cannot be written, for example because the disk is full: stop the run, or go on "
-        "without it and try again at the next one. Earlier checkpoints stay.",
+        description="When a checkpoint cannot be written, for example because the disk is full: stop the run, or "
+        "continue without it and try again at the next one. Earlier checkpoints stay.",
     )
     store: StoreConfig = StoreConfig()
     export: ExportConfig = ExportConfig()

@@ -119,7 +119,7 @@ def detect(folder: str | Path, tokenizer: Tokenizer, template: str | None) -> st
             f"{folder}: it has no chat template, and model_type={model_type} does not decide between the formats of "
             f"its tokenizer, {', '.join(names)}; set rollout.renderer to the one that the model was trained with."
         )
-    what = "writes tools or calls as none of the formats here does" if "tools" in template else "writes no tools"
+    what = "writes tools or calls in a form that no supported format has" if "tools" in template else "writes no tools"
     raise UserError(
         f"{folder}: its chat template {what}. rollout.renderer={' or '.join(names)} would leave it unread and train "
         f"the model in a format that it may never have seen; choose another release of the model, or give a renderer "

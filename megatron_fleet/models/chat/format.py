@@ -83,7 +83,7 @@ def _count(piece: str, vision: Vision | None) -> int:
     if not isinstance(piece, ImageMark):
         return 1
     if vision is None:
-        raise ValueError("an image for a model that sees none")
+        raise ValueError("an image for a model without vision")
     return vision.tokens(*size_of(piece.image))
 
 

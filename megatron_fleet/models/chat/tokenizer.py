@@ -133,7 +133,7 @@ class JsonCodec:
         }
         vocabulary = self._inner.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise UserError(f"{path}: holds no token; {remedy}.")
+            raise UserError(f"{path} holds no token; {remedy}.")
         self.vocab_size = max(vocabulary.values()) + 1
 
     def encode(self, text: str) -> list[int]:

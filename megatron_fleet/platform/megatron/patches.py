@@ -253,7 +253,9 @@ def patch_delayed_scaling(module: Any) -> None:
     class DelayedScaling(theirs):  # type: ignore[misc]
         def __init__(self, *, override_linear_precision: Sequence[bool] = (), **given: Any) -> None:
             if any(override_linear_precision):
-                raise ValueError("this release of Transformer Engine computes all products of a layer in FP8 or none")
+                raise ValueError(
+                    "this release of Transformer Engine computes either all products of a layer in FP8 or none"
+                )
             super().__init__(**given)
 
     module.TEDelayedScaling.__bases__ = (DelayedScaling,)

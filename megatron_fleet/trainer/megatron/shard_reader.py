@@ -66,7 +66,7 @@ class ShardReader:
 
     def _lacks(self, key: str) -> NoReturn:
         raise UserError(
-            f"{self.path}: holds no {key} as the model has it; train as this run began, or choose another run.out."
+            f"{self.path} holds no {key} as the model has it; train as this run began, or choose another run.out."
         )
 
     def read_box(self, key: str, offsets: Sequence[int], out: torch.Tensor) -> None:
@@ -162,7 +162,7 @@ class ShardReader:
             self.require_object(COMMON_OBJECT)
             (common,) = self.read_objects(COMMON_OBJECT, 1)
         if not isinstance(common, dict):
-            raise UserError(f"{file}: holds no dict; use another checkpoint.")
+            raise UserError(f"{file} holds no dict; use another checkpoint.")
         return common
 
 
@@ -177,6 +177,6 @@ def _plain(file: Path, content: bytes) -> Any:
 def _refuse(file: Path, error: Exception) -> NoReturn:
     """Raise UserError: torch's own message is pages of advice on loading the file anyway."""
     raise UserError(
-        f"{file}: is damaged, or holds something other than tensors and plain values ({type(error).__name__}), so do "
+        f"{file} is damaged, or holds something other than tensors and plain values ({type(error).__name__}), so do "
         f"not trust its source; use another checkpoint."
     ) from error

@@ -71,7 +71,7 @@ def _check_kind(reader: ShardReader, adapters: bool) -> None:
     if any(name.startswith("adapters.") for name in reader.names()) != adapters:
         held, now = ("all parameters", "above 0") if adapters else ("adapters alone", "0")
         raise UserError(
-            f"{reader.path}: holds {held} and policy.lora.rank is {now}; train as this run began, or choose another "
+            f"{reader.path} holds {held} and policy.lora.rank is {now}; train as this run began, or choose another "
             f"run.out."
         )
 
@@ -92,7 +92,7 @@ def _step(reader: ShardReader) -> int:
     try:
         return optimizer_shards.step_of(reader.common().get("optimizer"))
     except ValueError as error:
-        raise UserError(f"{reader.path}: {error}; use another checkpoint.") from None
+        raise UserError(f"{reader.path} {error}; use another checkpoint.") from None
 
 
 def _load_model(reader: ShardReader, module: MegatronModule, described: ShardedStateDict) -> None:

@@ -26,7 +26,7 @@ class BroadcastTransport:
         """Raises UserError without an ``address``."""
         if not options.get("address"):
             raise UserError(
-                f"rollout.engine.transport={self.name}: needs the address of the trainer's host as engines reach it."
+                f"rollout.engine.transport={self.name} needs the address of the trainer's host as engines reach it."
             )
         self._address = options["address"]
         # Engines lost during an update request it again before it has finished.

@@ -86,7 +86,7 @@ class BroadcastEngine(ReloadingEngine):
             self.load_buckets(prefetch(partial(self._received, group), len(self._layout.buckets)))
         except GroupBroken as e:
             self._broken_off = True
-            log.warning("the weight update is broken off: %s", e)
+            log.warning("the weight update was aborted: %s", e)
         finally:
             if group is not None:
                 group.close()

@@ -79,7 +79,7 @@ class Rendezvous:
             GroupBroken: a member was not ready within ``JOIN_S``.
         """
         size = 1 + int(self.store.add(_MEMBERS, 0))
-        with _broken(f"not all {size - 1} engine workers that registered came"):
+        with _broken(f"not all {size - 1} registered engine workers connected"):
             if size > 1:
                 self.store.wait([f"{_READY}/{number}" for number in range(1, size)], timedelta(seconds=JOIN_S))
             self.store.set(_SIZE, str(size))
@@ -110,7 +110,7 @@ class Membership:
 
     def meet(self) -> int:
         """Wait until all members are ready; return the group size. Raises `GroupBroken`."""
-        with _broken("rank 0 of the trainer did not come"):
+        with _broken("rank 0 of the trainer did not connect"):
             self.store.set(f"{_READY}/{self.number}", "")
             self.store.wait([_SIZE], timedelta(seconds=OPEN_S))
             return int(self.store.get(_SIZE))
@@ -197,7 +197,7 @@ class NcclGroup:
         deadline = time.monotonic() + STALL_S
         while not done.query():  # NCCL itself waits forever for a member that died
             if time.monotonic() > deadline:
-                raise GroupBroken(f"a broadcast was not through after {STALL_S:.0f} s")
+                raise GroupBroken(f"a broadcast was not finished after {STALL_S:.0f} s")
             time.sleep(_POLL_S)
 
     def close(self) -> None:
@@ -222,7 +222,7 @@ def _within(seconds: float, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"nothing happened for {seconds:.0f} s")
+        raise TimeoutError(f"no progress for {seconds:.0f} s")
     return results[0]
 
 

@@ -30,7 +30,7 @@ class DiskTransport:
         """Raises UserError without a ``url``."""
         if not options.get("url"):
             raise UserError(
-                "rollout.engine.transport=disk: needs a folder that trainer and engines see, s3://… or gs://…"
+                "rollout.engine.transport=disk needs a folder that trainer and engines see, s3://… or gs://…"
             )
         self._url = str(options["url"]).rstrip("/")
         self._versions: list[str] = []

@@ -33,7 +33,7 @@ class MessageTransport:
         await engines.begin_update()
         await trainer.send_weights(version, {}, deliver)
         if len(sent) != 1:
-            raise RuntimeError(f"version {version} of the weights came in {len(sent)} messages; it must be one")
+            raise RuntimeError(f"version {version} of the weights was sent in {len(sent)} messages; it must be one")
         await engines.finish_update(version, sent[0])
 
     def close(self) -> None:

@@ -61,9 +61,9 @@ class Board:
         while not (self._done[stage, bucket] == number).all():
             self.check_current(number)
             if self._abandoned[0] == number:
-                raise RoundLost(f"the trainer gave round {number} up")
+                raise RoundLost(f"the trainer abandoned round {number}")
             if time.monotonic() > deadline:
-                raise RoundLost(f"bucket {bucket} of round {number} did not come within {STALL_S:.0f} s")
+                raise RoundLost(f"bucket {bucket} of round {number} was not sent within {STALL_S:.0f} s")
             time.sleep(_POLL_S)
 
     def check_current(self, number: int) -> None:

@@ -161,6 +161,6 @@ def span(name: str, array: NDArray[Any], dtype: DTypeLike, shape: tuple[int, int
 def target(name: str, array: NDArray[Any], dtype: DTypeLike, shape: tuple[int, int]) -> tuple[NDArray[Any], int]:
     """``span`` of a matrix to write to. Also raises ValueError if it is read-only."""
     if not array.flags.writeable:
-        raise ValueError(f"{name}: is read-only.")
+        raise ValueError(f"{name} is read-only.")
     flat, step = span(name, array, dtype, shape)
     return np.lib.stride_tricks.as_strided(array, flat.shape, flat.strides, writeable=True), step

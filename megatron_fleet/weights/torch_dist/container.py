@@ -83,7 +83,7 @@ def data_span(head: bytes, length: int, where: str) -> ByteRange:
     try:
         return _data_span(head, length)
     except ValueError as e:
-        raise UserError(f"{where}: {e}; save the checkpoint again with Megatron's torch_dist format.") from None
+        raise UserError(f"{where} {e}; save the checkpoint again with Megatron's torch_dist format.") from None
 
 
 def data_start(head: bytes, chunk: Chunk, dtype: str, where: str) -> int:
@@ -100,7 +100,7 @@ def data_start(head: bytes, chunk: Chunk, dtype: str, where: str) -> int:
     span = data_span(head, chunk.length, where)
     if span.dtype != dtype or _long_axes(span.shape) != _long_axes(chunk.sizes):
         raise UserError(
-            f"{where}: holds {span.dtype} {list(span.shape)} at byte {chunk.offset}, where .metadata promises {dtype} "
+            f"{where} holds {span.dtype} {list(span.shape)} at byte {chunk.offset}, where .metadata promises {dtype} "
             f"{list(chunk.sizes)}; save or copy the checkpoint again."
         )
     return chunk.offset + span.offset
@@ -117,7 +117,7 @@ def _data_span(head: bytes, length: int) -> ByteRange:
         if name == "data.pkl" and end is not None:
             stored = _stored(head[start:end])
         elif name == "byteorder" and head[start:end] != b"little":
-            raise ValueError("its numbers are big-endian")
+            raise ValueError("holds big-endian numbers")
         elif stored is not None and name == f"data/{stored.record}":
             if start + stored.storage_bytes > length:
                 raise ValueError(f"is cut off: {stored.storage_bytes} bytes of data do not fit in {length}")

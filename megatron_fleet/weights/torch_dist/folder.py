@@ -45,7 +45,7 @@ def locate(read: Read, sizes: Mapping[str, int], where: str) -> str:
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        raise UserError(f"{where}: holds {listed} and no {TRACKER}; give one of these folders.")
+        raise UserError(f"{where} holds {listed} and no {TRACKER}; give one of these folders.")
     raise UserError(
         f"{where}: neither {METADATA} nor {TRACKER} nor a step_… folder is there; give the folder of a torch_dist "
         f"checkpoint."
@@ -60,7 +60,7 @@ def _tracked(content: bytes, candidates: list[str], listed: str, where: str) -> 
     folder = text if text == "release" else f"iter_{int(text):07d}"
     if folder not in candidates:
         raise UserError(
-            f"{where}/{TRACKER}: names {folder}, which holds no {METADATA}, and the folder has {listed}; "
+            f"{where}/{TRACKER} names {folder}, which holds no {METADATA}, and the folder has {listed}; "
             f"write one that is there."
         )
     return folder

@@ -119,7 +119,7 @@ def _read_metadata(
         builder = _Builder(unpickle(read(METADATA, 0, None), _METADATA_NAMES), sizes, left_out)
         return builder.tensors(), builder.objects(), builder.left_out()
     except ValueError as e:
-        raise UserError(f"{where}/{METADATA}: {e}; save or copy the checkpoint again.") from None
+        raise UserError(f"{where}/{METADATA} {e}; save or copy the checkpoint again.") from None
 
 
 def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
@@ -132,7 +132,7 @@ def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
             if not isinstance(backend, str) or type(version) is not int:
                 raise TypeError
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise UserError(f"{where}/{METADATA_JSON}: names no sharded_backend; copy the checkpoint again.") from None
+            raise UserError(f"{where}/{METADATA_JSON} names no sharded_backend; copy the checkpoint again.") from None
         if (backend, version) != ("torch_dist", 1):
             raise UserError(
                 f"{where}/{METADATA_JSON}: the format is {str(backend)[:40]!r} version {str(version)[:40]}, "
@@ -145,7 +145,7 @@ def _check_format(read: Read, sizes: Mapping[str, int], where: str) -> None:
             (r".*\.safetensors", "safetensors, which a Hugging Face model folder has"),
         ):
             if any(re.fullmatch(pattern, name) for name in sizes):
-                raise UserError(f"{where}: holds {what}, not torch_dist; {again}.")
+                raise UserError(f"{where} holds {what}, not torch_dist; {again}.")
         raise UserError(f"{where}: {METADATA} is missing, so no save was finished here; give another folder.")
     if METADATA_JSON not in sizes:
         raise UserError(
@@ -256,10 +256,10 @@ def _state(made: Any, name: str, kind: type = dict) -> Any:
 
 def _dims(values: Any) -> tuple[int, ...]:
     if type(values) is not tuple:
-        raise BadPickle("gives a size that is none")
+        raise BadPickle("gives an invalid size")
     for value in values:
         if type(value) is not int or not 0 <= value < _LARGEST_SIZE:
-            raise BadPickle("gives a size that is none")
+            raise BadPickle("gives an invalid size")
     return values
 
 
@@ -283,7 +283,7 @@ def _places(
         if place.get("transform_descriptors"):
             raise BadPickle(f"says that {key} is compressed or encrypted, which is not supported")
         if file not in sizes:
-            raise BadPickle(f"wants {key} from {file[:200]}, which is missing")
+            raise BadPickle(f"needs {key} from {file[:200]}, which is missing")
         if offset + length > sizes[file]:
-            raise BadPickle(f"wants {key} from bytes {offset} to {offset + length} of {file}, which has {sizes[file]}")
+            raise BadPickle(f"needs {key} from bytes {offset} to {offset + length} of {file}, which has {sizes[file]}")
         yield (key, None if offsets is None else _dims(offsets)), Blob(file, offset, length)

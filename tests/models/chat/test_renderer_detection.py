@@ -74,7 +74,7 @@ def test_qwen_3_instruct_thinks_in_no_template_but_has_the_tokens(tmp_path):
         (
             "glm-4.5",
             "another GLM with tools",
-            "writes tools or calls as none .*=glm-4.5 or glm-4.7 would leave it unread",
+            "writes tools or calls in a form .*=glm-4.5 or glm-4.7 would leave it unread",
         ),
         ("glm-4.5", None, "no chat template, and model_type=None does not decide .* tokenizer, glm-4.5, glm-4.7; set"),
         ("qwen3.5", "You are a bot", "writes no tools.*=qwen2.5 or .* or qwen3.5 would leave it unread"),

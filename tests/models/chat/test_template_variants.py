@@ -89,7 +89,7 @@ VARIANTS = {
         r"; it agrees with ours if you set rollout\.thinking=true\.$",
         ACCEPTED,
     ),
-    "coder": (CODER, "writes tools or calls as none .*" + UNREAD, UNREAD),
+    "coder": (CODER, "writes tools or calls in a form .*" + UNREAD, UNREAD),
     "without tools": ("{# no tools #}" + CHATML, "writes no tools.*" + UNREAD, UNREAD),
 }
 """Template → outcomes with rollout.thinking=false and true: accepted, or what is said."""

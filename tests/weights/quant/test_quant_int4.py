@@ -226,7 +226,7 @@ def test_no_rows_are_no_trouble():
             np.zeros((2, 8), np.int32),
             np.zeros((2, 2), np.uint16),
             np.broadcast_to(np.uint16(0), (2, 64)),
-            "out: is read-only",
+            "out is read-only",
         ),
     ],
 )

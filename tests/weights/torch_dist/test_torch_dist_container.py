@@ -93,7 +93,7 @@ class Subclass(torch.Tensor):
     ],
 )
 def test_what_is_no_plain_tensor(value, said):
-    with pytest.raises(UserError, match=f"file: key: .*({said})"):
+    with pytest.raises(UserError, match=f"file: key .*({said})"):
         span_of(torch_saved(value))
 
 
