@@ -269,7 +269,7 @@ class Batches:
             if waited + pause > limit:
                 raise Outage(
                     f"step {step + 1}: not one reward became known for {waited:.0f} s (env.outage_limit_s={limit:g}), "
-                    f"most often: {reason}; fix the environment, then the same command goes on."
+                    f"most often: {reason}; fix the environment, then run the same command again to resume."
                 )
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PROBE_S)

@@ -272,11 +272,11 @@ class GCSFolder(RemoteFolder):
             try:
                 return retried(request, _transient, ATTEMPTS)
             except exceptions.PreconditionFailed:
-                raise Exists(f"{url}: is there already.") from None
+                raise Exists(f"{url} exists already.") from None
             except _Damaged:
-                raise UserError(f"{url}: the bytes are damaged on the way each time; check the network.") from None
+                raise UserError(f"{url}: the bytes were damaged in every transfer; check the network.") from None
             except exceptions.RequestRangeNotSatisfiable:
-                raise _Unsatisfiable(f"{url}: is shorter.") from None
+                raise _Unsatisfiable(f"{url} is shorter.") from None
 
 
 class _Damaged(Exception):

@@ -152,7 +152,7 @@ class RemoteFolder(Folder):
 
     def _too_short(self, name: str, end: int) -> UserError:
         return UserError(
-            f"{self.join(name)}: has {self.size(name)} bytes and byte {end} was asked for; upload it again."
+            f"{self.join(name)} has {self.size(name)} bytes and byte {end} was asked for; upload it again."
         )
 
 

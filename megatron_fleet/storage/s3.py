@@ -214,7 +214,7 @@ class S3Folder(RemoteFolder):
             except exceptions.ClientError as e:
                 if not only_new or error_code(e) not in ("PreconditionFailed", "412"):
                     raise
-                raise Exists(f"{self.join(name)}: is there already.") from None
+                raise Exists(f"{self.join(name)} exists already.") from None
 
     def create(self, name: str, size: int) -> S3Writer:
         return S3Writer(self, name, size)
