@@ -90,7 +90,7 @@ def test_what_cannot_be_used_is_one_sentence(folder, path, words):
 @pytest.mark.parametrize(
     ("key", "code", "words"),
     [
-        ("agent.kind", "def own(a, b, c, d, e, f, g, h, i): ...", r"must be an async function, as it is awaited"),
+        ("agent.kind", "def own(a, b, c, d, e, f, g): ...", r"must be an async function, as it is awaited"),
         (
             "env.kind",
             "class own:\n  def __init__(self, a, b): ...\n  async def reset(self, t): ...",
