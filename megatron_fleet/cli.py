@@ -223,7 +223,7 @@ def _add_model_commands(model: Any) -> None:
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import preflight, reused
     from megatron_fleet.loop.start import in_steps
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config = _load(args)
     args.out = Path(config.run.out)
@@ -267,8 +267,8 @@ def _launch(args: argparse.Namespace) -> int:
         # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
         from megatron_fleet.config import validate
         from megatron_fleet.loop import preflight
+        from megatron_fleet.weights.fetch.cache import fetched
         from megatron_fleet.weights.model_check import check_model
-        from megatron_fleet.weights.remote import fetched
 
         if config.launch.kind in ("local", "torchrun"):
             preflight.check(fetched(config, weights=False))
@@ -320,7 +320,7 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_fleet.loop.evaluate import main as evaluate
     from megatron_fleet.loop.evaluate import read_config
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
@@ -386,7 +386,7 @@ def _extend(args: argparse.Namespace) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from megatron_fleet.config.remote_model import remote_model
     from megatron_fleet.config.sections.trainer import ModelConfig
-    from megatron_fleet.weights.remote import fetch
+    from megatron_fleet.weights.fetch.cache import fetch
 
     if remote_model(args.model) is None:
         raise UserError(

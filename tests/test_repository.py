@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
     "checkpoint": {"storage", "trainer.base"},
-    "cluster": {"weights.remote"},
+    "cluster": {"weights.fetch.cache"},
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
         "weight_sync.vllm_plugin", "weights",

@@ -28,7 +28,7 @@ from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.platform.processes import run_processes, stacks
-from megatron_fleet.weights.remote import fetch
+from megatron_fleet.weights.fetch.cache import fetch
 
 CONNECT_DEADLINE_S = 600.0
 """Nodes may be up long before the controller is."""

@@ -66,7 +66,7 @@ def _compose(args: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
 
 def _checked(args: argparse.Namespace) -> Config:
     from megatron_fleet.config import validate
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config = _compose(args)
     validate.check(config)
