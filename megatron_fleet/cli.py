@@ -221,8 +221,9 @@ def _add_model_commands(model: Any) -> None:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megatron_fleet.loop import preflight, reused
+    from megatron_fleet.loop import reused
     from megatron_fleet.loop.start import in_steps
+    from megatron_fleet.preflight import checks
     from megatron_fleet.weights.fetch.cache import fetched
 
     config = _load(args)
@@ -231,7 +232,7 @@ def _train(args: argparse.Namespace) -> int:
     assumed = _assumed(args, config)
     if (held := reused.held_run(config)) is not None:
         say_lines(reused.describe(held, config))
-    preflight.check(config, assumed)
+    checks.check_training(config, assumed)
     config = in_steps(config)
     over = None if held is None else reused.finished(held, config)
     if args.dry_run:
@@ -266,12 +267,12 @@ def _launch(args: argparse.Namespace) -> int:
     def check(config: Config) -> None:
         # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
         from megatron_fleet.config import validate
-        from megatron_fleet.loop import preflight
+        from megatron_fleet.preflight import checks
         from megatron_fleet.weights.fetch.cache import fetched
         from megatron_fleet.weights.model_check import check_model
 
         if config.launch.kind in ("local", "torchrun"):
-            preflight.check(fetched(config, weights=False))
+            checks.check_training(fetched(config, weights=False))
             return
         validate.check(config)
         if Path(config.model.folder).is_dir():
@@ -318,8 +319,8 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_fleet.loop.evaluate import main as evaluate
-    from megatron_fleet.loop.evaluate import read_config
+    from megatron_fleet.evaluation.command import main as evaluate
+    from megatron_fleet.evaluation.command import read_config
     from megatron_fleet.weights.fetch.cache import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)

@@ -21,8 +21,8 @@ MAX_FUNCTION_LINES = 80
 # Package → what it may import besides itself, config and platform: a package, or one module of it. "" is the root.
 MAY_IMPORT: dict[str, set[str]] = {
     "": {
-        "analysis", "convert", "data", "debug", "doctor", "launch", "loop", "planning", "trainer.rank", "tuning",
-        "weights", "cluster.inventory", "cluster.node",
+        "analysis", "convert", "data", "debug", "doctor", "evaluation", "launch", "loop", "planning", "preflight",
+        "trainer.rank", "tuning", "weights", "cluster.inventory", "cluster.node",
     },
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
@@ -41,15 +41,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data.task", "envs.base", "envs.embedded_server", "envs.openenv_client", "envs.openenv_tools", "storage",
     },
     "envs": {"data.task"},
-    "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
+    "evaluation": {
+        "agents", "algorithms", "cluster.launcher", "convert", "data", "models", "preflight", "rollout", "storage",
+        "telemetry",
+    },
     "launch": {"planning", "storage"},
     "loop": {
-        "agents", "algorithms", "checkpoint", "cluster", "convert", "data", "debug", "embedded_fleet", "envs",
-        "evaluation", "models", "planning", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
+        "agents", "algorithms", "checkpoint", "cluster", "convert", "data", "debug", "evaluation", "models",
+        "planning", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
     },
     "models": {"envs.base"},
     "planning": {"cluster.inventory", "cluster.placement", "models", "telemetry.charts", "weights.mapping"},
     "platform": set(),
+    "preflight": {
+        "agents", "cluster", "data", "embedded_fleet", "envs", "models", "planning", "storage", "telemetry",
+        "trainer.precision", "weight_sync", "weights.model_check",
+    },
     "rollout": {"agents", "algorithms", "cluster", "data", "envs", "models", "weight_sync"},
     "storage": set(),
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
@@ -66,7 +73,7 @@ EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker")
 WITH_TORCH = re.compile(r"megatron_fleet\.models\.\w+\.modules(\.|$)")
 """Modules of a model family for Megatron and vLLM, imported where a model is built."""
 LIGHT = (
-    *("cli", "cluster", "config", "data", "doctor", "launch", "loop.preflight", "models.layout", "planning"),
+    *("cli", "cluster", "config", "data", "doctor", "launch", "preflight", "models.layout", "planning"),
     *("trainer.base", "trainer.precision"),
 )
 """Modules whose import must stay quick."""

@@ -18,7 +18,7 @@ from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.secrets import STORE, only_secrets, secrets, wandb_key, without_secrets
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.envs.registry import Start, serve
-from megatron_fleet.loop.own_parts import check_own_part
+from megatron_fleet.preflight.own_parts import check_own_part
 from megatron_fleet.tuning.precision import Candidate, _trial
 
 SECRETS = (

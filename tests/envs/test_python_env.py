@@ -22,7 +22,7 @@ from megatron_fleet.envs.fleet import _fleet_task
 from megatron_fleet.envs.openenv_tools import final_arguments, reset_arguments
 from megatron_fleet.envs.python import check_reward
 from megatron_fleet.envs.registry import Start, make_environment, serve
-from megatron_fleet.loop.own_parts import check_own_part
+from megatron_fleet.preflight.own_parts import check_own_part
 
 SECRET = "forty-two thousand"
 TASK = Task("q1", "How many?", "questions", env_variables={"UNIT": "apples"}, answer=SECRET)

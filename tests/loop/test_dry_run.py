@@ -7,8 +7,9 @@ from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import dry_run, preflight
+from megatron_fleet.loop import dry_run
 from megatron_fleet.loop.dry_run import describe, draw
+from megatron_fleet.preflight import checks
 
 GPUS = tuple(Device(i, f"GPU-{i}", "NVIDIA H100 80GB HBM3", 85520809984) for i in range(2))
 
@@ -82,7 +83,7 @@ def two_gpus(tmp_path, monkeypatch):
 
 
 def checked(*overrides: str) -> None:
-    preflight.check(load(["experiment=quickstart", "rollout.engine.colocated=true", *overrides]))
+    checks.check_training(load(["experiment=quickstart", "rollout.engine.colocated=true", *overrides]))
 
 
 def test_preflight_compares_with_the_devices_that_are_there(two_gpus):
@@ -100,9 +101,9 @@ def test_preflight_compares_with_the_devices_that_are_there(two_gpus):
 
 def test_preflight_of_an_evaluation_looks_at_engines_alone(two_gpus):
     keys = ["experiment=quickstart", "parallel.data=4", "rollout.engine.colocated=true"]
-    preflight.check_evaluation(load([*keys, "rollout.engine.replicas=2"]))
+    checks.check_evaluation(load([*keys, "rollout.engine.replicas=2"]))
     with pytest.raises(UserError, match=r"= 3 × 1 GPUs do not fit into the 2 that there are"):
-        preflight.check_evaluation(load([*keys, "rollout.engine.replicas=3"]))
+        checks.check_evaluation(load([*keys, "rollout.engine.replicas=3"]))
 
 
 def test_the_controller_is_no_rank(monkeypatch):

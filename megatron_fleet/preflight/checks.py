@@ -8,7 +8,7 @@ Each check exists once and is called from here:
 * the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
 * memory against devices and host: `planning.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
-* user-supplied parts: `loop.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
+* user-supplied parts: `preflight.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
 """
 
@@ -33,13 +33,13 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.names import is_path
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
-from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.models.hf_config import declared_quantization, is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.planning.memory.check import check_memory, host_bytes
 from megatron_fleet.planning.memory.engine import kv_bytes_per_token, state_bytes
 from megatron_fleet.platform.allocator import check_allocator
+from megatron_fleet.preflight.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack
 from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
@@ -52,7 +52,7 @@ ANSWER_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def check(config: Config, assumed: Inventory | None = None) -> None:
+def check_training(config: Config, assumed: Inventory | None = None) -> None:
     """Refuse a run that could not work.
 
     Args:
