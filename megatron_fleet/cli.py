@@ -222,7 +222,7 @@ def _add_model_commands(model: Any) -> None:
 
 def _train(args: argparse.Namespace) -> int:
     from megatron_fleet.loop import reused
-    from megatron_fleet.loop.start import in_steps
+    from megatron_fleet.loop.run_tasks import in_steps
     from megatron_fleet.preflight import checks
     from megatron_fleet.weights.fetch.cache import fetched
 

@@ -27,7 +27,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
-    "checkpoint": {"storage", "trainer.base"},
+    "checkpoint": {
+        "cluster.inventory", "cluster.launcher", "convert.check", "convert.plan", "data.split", "storage",
+        "telemetry.sinks", "telemetry.slack", "trainer.base", "weights.hf_folder",
+    },
     "cluster": {"weights.fetch.cache"},
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
@@ -47,8 +50,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "launch": {"planning", "storage"},
     "loop": {
-        "agents", "algorithms", "checkpoint", "cluster", "convert", "data", "debug", "evaluation", "models",
-        "planning", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
+        "agents", "algorithms", "checkpoint", "cluster", "data", "debug", "evaluation", "models", "planning",
+        "rollout", "storage", "telemetry", "trainer", "weight_sync",
     },
     "models": {"envs.base"},
     "planning": {"cluster.inventory", "cluster.placement", "models", "telemetry.charts", "weights.mapping"},
@@ -216,7 +219,7 @@ def test_what_is_printed_is_escaped():
 
 RENAMES = {
     *("storage.local", "storage.staging"),
-    "loop.start",  # moves the records of an earlier run aside
+    "checkpoint.resume_point",  # moves the records of an earlier run aside
 }
 
 

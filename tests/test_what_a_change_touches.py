@@ -136,9 +136,9 @@ assert type(KINDS[found.kind].open(found, "", "", "")).__name__ == "Dummy" and n
 """,
     ),
     "when a checkpoint is saved": Change(
-        edits={"loop/saves.py": ("        return step == self._last_step or", "        return step == 3 or")},
+        edits={"checkpoint/saves.py": ("        return step == self._last_step or", "        return step == 3 or")},
         check="""
-from megatron_fleet.loop.saves import Saves
+from megatron_fleet.checkpoint.saves import Saves
 config = load("checkpoint.interval=0")
 assert [step for step in range(9) if Saves(config.checkpoint, 8, None, None, None).due(step)] == [3]
 """,

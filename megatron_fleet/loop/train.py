@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage, StepBatch
 from megatron_fleet.loop.guard import StepGuard
-from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.stopping import Stopped, StopRequest
 from megatron_fleet.loop.update import update
 from megatron_fleet.loop.weights import EngineWeights

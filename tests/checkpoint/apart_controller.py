@@ -14,12 +14,12 @@ from pathlib import Path
 
 from policy_fixtures import make_batch
 
+from megatron_fleet.checkpoint.resume_point import open_checkpoints
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.cluster.placement import Wanted, place
 from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.hosts import open_hosts
-from megatron_fleet.loop.saves import Saves
-from megatron_fleet.loop.start import open_checkpoints
 from megatron_fleet.trainer.base import AdamParams, LossSpec
 from megatron_fleet.trainer.group import TrainerGroup, open_group
 
