@@ -79,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if hasattr(args, "arguments"):
-        args.arguments = rest
-        return args
     # argparse takes only the first run of positionals; overrides after an option are in `rest`.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
@@ -216,8 +213,6 @@ def _add_model_commands(model: Any) -> None:
     random = model.add_parser("make-random", help="make a folder with Qwen3-0.6B's shape and random weights (1.2 GB)")
     random.add_argument("target", type=Path, help="new folder, for model.path; its tokenizer is the embedded fleet's")
     random.set_defaults(run=_make_random)
-    tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
-    tiny.set_defaults(run=_make_tiny, arguments=[])
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -404,12 +399,6 @@ def _make_random(args: argparse.Namespace) -> int:
 
     say(f"{args.target}: {write_random(args.target):,} parameters; train with model.path={args.target}")
     return 0
-
-
-def _make_tiny(args: argparse.Namespace) -> int:
-    from megatron_fleet.tuning.warmstart import main as make_tiny
-
-    return make_tiny(args.arguments)
 
 
 def _first_line(error: Exception) -> str:

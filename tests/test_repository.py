@@ -65,8 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
     "trainer": {"algorithms", "cluster", "models", "storage", "weight_sync", "weights"},
     "tuning": {
-        "agents", "algorithms", "planning.memory", "data", "embedded_fleet", "envs", "models", "rollout", "storage",
-        "trainer", "weights",
+        "agents.engine", "algorithms", "models", "planning.memory", "rollout", "storage", "trainer", "weights",
     },
     "weight_sync": {"models", "storage", "weights"},
     "weights": {"models", "storage"},
@@ -200,7 +199,7 @@ ESCAPED = {
     "analysis.trajectories_commands",  # with `episodes.shown`
     *("config.keys", "telemetry.registry"),  # documents, from the code
     *("embedded_fleet.sandbox", "embedded_fleet.server", "envs.fleet_package", "models.chat.template_process"),
-    *("cluster.node", "loop.main", "telemetry.trackers", "tuning.warmstart"),  # numbers and names of ours
+    *("cluster.node", "loop.main", "telemetry.trackers"),  # numbers and names of ours
 }
 
 

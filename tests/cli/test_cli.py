@@ -121,7 +121,7 @@ COMMANDS = (
     *("convert check A C", "doctor --quick", "data prepare T --out OUT", "data from T --prompt q --out OUT.json"),
     *("top R", "runs list", "runs show R", "runs diff R S", "runs compare R S", "runs prune R", "trajectories R"),
     *("debug replay D", "tune precision", "tune trainer", "tune engine"),
-    *("model extend A OUT --factor 2 --original 8", "model make-tiny", "model make-random OUT", "model fetch A"),
+    *("model extend A OUT --factor 2 --original 8", "model make-random OUT", "model fetch A"),
 )
 
 

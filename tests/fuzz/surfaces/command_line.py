@@ -99,7 +99,7 @@ def _inert(place: Path) -> Iterator[None]:
     with ExitStack() as stack:
         for module, name in ((training, "main"), (evaluation, "main")):
             stack.enter_context(patch.object(module, name, lambda *_: 0))
-        for name in ("_rank", "_node", "_make_tiny", "_make_random", "_replay"):
+        for name in ("_rank", "_node", "_make_random", "_replay"):
             stack.enter_context(patch.object(cli, name, lambda _: 0))
         for name in ("_precision", "_trainer", "_engine"):
             stack.enter_context(patch.object(tune, name, lambda _: 0))
