@@ -20,13 +20,13 @@ from megatron_fleet.analysis.runs_commands import add_commands as add_runs_comma
 from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
 from megatron_fleet.config.errors import UserError, printable, say, say_lines
 from megatron_fleet.config.secrets import find_processor
-from megatron_fleet.convert.commands import add_commands as add_convert_commands
-from megatron_fleet.data.commands import add_commands as add_data_commands
-from megatron_fleet.launch.commands import add_arguments as add_launch_arguments
-from megatron_fleet.planning.commands import add_arguments as add_plan_arguments
+from megatron_fleet.convert.convert_commands import add_commands as add_convert_commands
+from megatron_fleet.data.data_commands import add_commands as add_data_commands
+from megatron_fleet.launch.launch_command import add_arguments as add_launch_arguments
+from megatron_fleet.planning.plan_command import add_arguments as add_plan_arguments
 from megatron_fleet.platform.processes import leave, private_files
 from megatron_fleet.tuning import override_file
-from megatron_fleet.tuning.commands import add_commands as add_tune_commands
+from megatron_fleet.tuning.tune_commands import add_commands as add_tune_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.cluster.inventory import Inventory
@@ -257,7 +257,7 @@ def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from megatron_fleet.launch.commands import main as launch
+    from megatron_fleet.launch.launch_command import main as launch
 
     def check(config: Config) -> None:
         # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
@@ -279,7 +279,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from megatron_fleet.config import validate
     from megatron_fleet.config.load import load
-    from megatron_fleet.doctor.command import main as doctor
+    from megatron_fleet.doctor.doctor_command import main as doctor
 
     config = load(args.overrides) if args.overrides else None
     if config is not None:
@@ -294,7 +294,7 @@ def _rank(args: argparse.Namespace) -> NoReturn:
 
 
 def _node(args: argparse.Namespace) -> int:
-    from megatron_fleet.cluster.node import main as node
+    from megatron_fleet.cluster.node_process import main as node
 
     return node(os.environ)
 
@@ -314,8 +314,8 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_fleet.evaluation.command import main as evaluate
-    from megatron_fleet.evaluation.command import read_config
+    from megatron_fleet.evaluation.eval_command import main as evaluate
+    from megatron_fleet.evaluation.eval_command import read_config
     from megatron_fleet.weights.fetch.cache import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)

@@ -22,7 +22,7 @@ MAX_FUNCTION_LINES = 80
 MAY_IMPORT: dict[str, set[str]] = {
     "": {
         "analysis", "convert", "data", "debug", "doctor", "evaluation", "launch", "loop", "planning", "preflight",
-        "trainer.rank", "tuning", "weights", "cluster.inventory", "cluster.node",
+        "trainer.rank", "tuning", "weights", "cluster.inventory", "cluster.node_process",
     },
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
     "trainer": {"algorithms", "cluster", "models", "storage", "weight_sync", "weights"},
     "tuning": {
-        "agents.engine", "algorithms", "models", "planning.memory", "rollout", "storage", "trainer", "weights",
+        "agents.token_engine", "algorithms", "models", "planning.memory", "rollout", "storage", "trainer", "weights",
     },
     "weight_sync": {"models", "storage", "weights"},
     "weights": {"models", "storage"},
@@ -199,7 +199,7 @@ ESCAPED = {
     "analysis.trajectories_commands",  # with `episodes.shown`
     *("config.keys", "telemetry.registry"),  # documents, from the code
     *("embedded_fleet.sandbox", "embedded_fleet.server", "envs.fleet_package", "models.chat.template_process"),
-    *("cluster.node", "loop.main", "telemetry.trackers"),  # numbers and names of ours
+    *("cluster.node_process", "loop.main", "telemetry.trackers"),  # numbers and names of ours
 }
 
 

@@ -31,10 +31,10 @@ import torch
 from rich.progress import Progress, TextColumn
 from safetensors.torch import save_file
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.config.load import ROOT, load

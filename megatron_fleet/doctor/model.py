@@ -88,7 +88,7 @@ def engine_token(here: ProbeContext) -> Result:
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices[:wanted])  # none: the CPU
     deadline_s = config.rollout.engine.start_timeout_s + LOAD_S
     found = _ask(
-        sys.executable, "megatron_fleet.rollout.first_token", config.model_dump(mode="json"), environ, deadline_s
+        sys.executable, "megatron_fleet.rollout.engine_smoke", config.model_dump(mode="json"), environ, deadline_s
     )
     return Result("ok", f"token {found['token']} after {found['seconds']:.0f} s")
 

@@ -28,10 +28,10 @@ from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage, StepBatch
+from megatron_fleet.loop.engine_weights import EngineWeights
 from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.stopping import Stopped, StopRequest
 from megatron_fleet.loop.update import update
-from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.platform.timeline import TIMELINE, Clock
 from megatron_fleet.platform.waiting import unless
 from megatron_fleet.rollout.requests import EnvironmentFailed

@@ -17,8 +17,9 @@ import numpy as np
 
 from megatron_fleet.cluster.inventory import Inventory, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
-from megatron_fleet.cluster.nodes import Nodes, RayHead
-from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.joined_nodes import Nodes, RayHead
+from megatron_fleet.cluster.placement import Placement, place
+from megatron_fleet.cluster.placement import PlacementRequest as Wanted
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local

@@ -22,7 +22,7 @@ from megatron_fleet import cli
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.evaluation.command import tasks_of
+from megatron_fleet.evaluation.eval_command import tasks_of
 from megatron_fleet.models import registry
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.preflight import checks

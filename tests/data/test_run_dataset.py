@@ -11,7 +11,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.dataset import load_tasks, run_dataset, save_manifest
 from megatron_fleet.data.split import SplitManifest
-from megatron_fleet.evaluation.command import chosen_tasks
+from megatron_fleet.evaluation.eval_command import chosen_tasks
 from megatron_fleet.loop.run_tasks import load_data
 
 

@@ -17,7 +17,7 @@ pytest.importorskip("hydra")
 from megatron_fleet import cli
 from megatron_fleet.cluster import inventory
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT, load
@@ -25,10 +25,10 @@ from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.loop.colocation import Phase
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.planning.memory import check as memory_check
-from megatron_fleet.planning.memory import engine as engine_memory
+from megatron_fleet.planning.memory import engine_memory as engine_memory
 from megatron_fleet.planning.memory import phases
 from megatron_fleet.planning.memory.check import check_memory, describe_memory, host_bytes
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import H100_BYTES, RESERVE, run_memory, trainer_memory
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.preflight import checks
@@ -89,7 +89,7 @@ def test_an_experiment_fits_its_gpus(name):
     validate.check(config)
     checks._layout(config, hf_config(name))
     devices = tuple(Device(i, f"GPU-{i}", "H100", size) for i in range(gpus))
-    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), Wanted.of(config))
+    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), PlacementRequest.of(config))
     assert placed.colocated and placed.transport == "cuda_ipc"
     assert {d for engine in placed.engines for d in engine.devices} == set(range(gpus))
     memory = run_memory(config, hf_config(name), size)

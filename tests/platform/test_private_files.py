@@ -14,7 +14,7 @@ pytest.importorskip("hydra")
 from waiting import HANG_S
 
 from megatron_fleet import cli
-from megatron_fleet.evaluation import command as evaluation
+from megatron_fleet.evaluation import eval_command as evaluation
 from megatron_fleet.loop import main as training
 from megatron_fleet.platform.processes import private_files
 from megatron_fleet.preflight import checks

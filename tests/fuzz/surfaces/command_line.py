@@ -21,9 +21,9 @@ from fuzz.trees import Special, value_of
 
 from megatron_fleet import cli
 from megatron_fleet.config.load import dump_resolved, load
-from megatron_fleet.evaluation import command as evaluation
+from megatron_fleet.evaluation import eval_command as evaluation
 from megatron_fleet.loop import main as training
-from megatron_fleet.tuning import commands as tune
+from megatron_fleet.tuning import tune_commands as tune
 
 QUICK = "experiment=quickstart"
 
