@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from roles import Handler, bench_tasks, play_role
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.embedded_fleet.server import serve
 from megatron_fleet.embedded_fleet.solver import Demonstration, demonstrate

@@ -14,9 +14,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "megatron_fleet"
 MEASURES: Mapping[str, tuple[str, ...]] = {
     "checkpoint": (
-        "checkpoint", "storage/transfer.py", "storage/local.py", "storage/remote.py", "storage/s3.py",
-        "trainer/megatron/saving.py", "trainer/megatron/state.py", "trainer/megatron/shard_reader.py",
-        "weights/torch_dist",
+        "checkpoint/checkpoints.py", "checkpoint/manifest.py", "checkpoint/store.py", "storage/transfer.py",
+        "storage/local.py", "storage/remote.py", "storage/s3.py", "trainer/megatron/saving.py",
+        "trainer/megatron/state.py", "trainer/megatron/shard_reader.py", "weights/torch_dist",
     ),
     "controller": (
         "cluster/frames.py", "trainer/group.py", "trainer/links.py", "trainer/messages.py", "trainer/packing",

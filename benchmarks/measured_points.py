@@ -19,7 +19,7 @@ from typing import Any
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.planning.hardware import GPUS
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import trainer_memory
 from megatron_fleet.planning.rollout import CONTEXT_SHARE, Engine
 from megatron_fleet.planning.shapes import KNOWN

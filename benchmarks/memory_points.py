@@ -18,7 +18,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.model import Model
 from megatron_fleet.planning.memory import phases
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import TrainerMemory, trainer_memory
 from megatron_fleet.planning.shapes import KNOWN as MODELS
 

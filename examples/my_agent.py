@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.engine import Engine, EngineLost, SamplingParams
 from megatron_fleet.agents.episode import Ending, score
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
+from megatron_fleet.agents.token_engine import Engine, EngineLost, SamplingParams
 from megatron_fleet.agents.toolbox import reset
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from my_trainer import log_softmax
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.rollout.sampler import Sampler
 from megatron_fleet.weights.hf_folder import read_config

@@ -20,13 +20,13 @@ from megatron_fleet.analysis.runs_commands import add_commands as add_runs_comma
 from megatron_fleet.analysis.trajectories_commands import add_arguments as add_trajectories_arguments
 from megatron_fleet.config.errors import UserError, printable, say, say_lines
 from megatron_fleet.config.secrets import find_processor
-from megatron_fleet.convert.commands import add_commands as add_convert_commands
-from megatron_fleet.data.commands import add_commands as add_data_commands
-from megatron_fleet.launch.commands import add_arguments as add_launch_arguments
-from megatron_fleet.planning.commands import add_arguments as add_plan_arguments
+from megatron_fleet.convert.convert_commands import add_commands as add_convert_commands
+from megatron_fleet.data.data_commands import add_commands as add_data_commands
+from megatron_fleet.launch.launch_command import add_arguments as add_launch_arguments
+from megatron_fleet.planning.plan_command import add_arguments as add_plan_arguments
 from megatron_fleet.platform.processes import leave, private_files
 from megatron_fleet.tuning import override_file
-from megatron_fleet.tuning.commands import add_commands as add_tune_commands
+from megatron_fleet.tuning.tune_commands import add_commands as add_tune_commands
 
 if TYPE_CHECKING:
     from megatron_fleet.cluster.inventory import Inventory
@@ -79,9 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    if hasattr(args, "arguments"):
-        args.arguments = rest
-        return args
     # argparse takes only the first run of positionals; overrides after an option are in `rest`.
     unknown = [text for text in rest if text.startswith("-") or not hasattr(args, "overrides")]
     if unknown:
@@ -220,14 +217,13 @@ def _add_model_commands(model: Any) -> None:
     random = model.add_parser("make-random", help="make a folder with Qwen3-0.6B's shape and random weights (1.2 GB)")
     random.add_argument("target", type=Path, help="new folder, for model.path; its tokenizer is the embedded fleet's")
     random.set_defaults(run=_make_random)
-    tiny = model.add_parser("make-tiny", help="remake the tiny model of assets/tiny", add_help=False)
-    tiny.set_defaults(run=_make_tiny, arguments=[])
 
 
 def _train(args: argparse.Namespace) -> int:
-    from megatron_fleet.loop import preflight, reused
-    from megatron_fleet.loop.start import in_steps
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.loop import reused
+    from megatron_fleet.loop.run_tasks import in_steps
+    from megatron_fleet.preflight import checks
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config = _load(args)
     args.out = Path(config.run.out)
@@ -235,7 +231,7 @@ def _train(args: argparse.Namespace) -> int:
     assumed = _assumed(args, config)
     if (held := reused.held_run(config)) is not None:
         say_lines(reused.describe(held, config))
-    preflight.check(config, assumed)
+    checks.check_training(config, assumed)
     config = in_steps(config)
     over = None if held is None else reused.finished(held, config)
     if args.dry_run:
@@ -265,17 +261,17 @@ def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
 
 
 def _launch(args: argparse.Namespace) -> int:
-    from megatron_fleet.launch.commands import main as launch
+    from megatron_fleet.launch.launch_command import main as launch
 
     def check(config: Config) -> None:
         # Of other machines, only the configuration is known here, and the model if it lies on a common file system.
         from megatron_fleet.config import validate
-        from megatron_fleet.loop import preflight
+        from megatron_fleet.preflight import checks
+        from megatron_fleet.weights.fetch.cache import fetched
         from megatron_fleet.weights.model_check import check_model
-        from megatron_fleet.weights.remote import fetched
 
         if config.launch.kind in ("local", "torchrun"):
-            preflight.check(fetched(config, weights=False))
+            checks.check_training(fetched(config, weights=False))
             return
         validate.check(config)
         if Path(config.model.folder).is_dir():
@@ -287,7 +283,7 @@ def _launch(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from megatron_fleet.config import validate
     from megatron_fleet.config.load import load
-    from megatron_fleet.doctor.command import main as doctor
+    from megatron_fleet.doctor.doctor_command import main as doctor
 
     config = load(args.overrides) if args.overrides else None
     if config is not None:
@@ -302,7 +298,7 @@ def _rank(args: argparse.Namespace) -> NoReturn:
 
 
 def _node(args: argparse.Namespace) -> int:
-    from megatron_fleet.cluster.node import main as node
+    from megatron_fleet.cluster.node_process import main as node
 
     return node(os.environ)
 
@@ -322,9 +318,9 @@ def _overrides(args: argparse.Namespace) -> list[str]:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_fleet.loop.evaluate import main as evaluate
-    from megatron_fleet.loop.evaluate import read_config
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.evaluation.eval_command import main as evaluate
+    from megatron_fleet.evaluation.eval_command import read_config
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config, run = read_config(args.overrides, args.out, args.checkpoint, args.endpoint, args.model)
     args.out = Path(config.run.out)
@@ -390,7 +386,7 @@ def _extend(args: argparse.Namespace) -> int:
 def _fetch(args: argparse.Namespace) -> int:
     from megatron_fleet.config.remote_model import remote_model
     from megatron_fleet.config.sections.trainer import ModelConfig
-    from megatron_fleet.weights.remote import fetch
+    from megatron_fleet.weights.fetch.cache import fetch
 
     if remote_model(args.model) is None:
         raise UserError(
@@ -407,12 +403,6 @@ def _make_random(args: argparse.Namespace) -> int:
 
     say(f"{args.target}: {write_random(args.target):,} parameters; train with model.path={args.target}")
     return 0
-
-
-def _make_tiny(args: argparse.Namespace) -> int:
-    from megatron_fleet.tuning.warmstart import main as make_tiny
-
-    return make_tiny(args.arguments)
 
 
 def _first_line(error: Exception) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from waiting import HANG_S
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Observation, Reward, ToolCall

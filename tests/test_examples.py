@@ -23,7 +23,7 @@ from megatron_fleet.algorithms.loss_metrics import finalize_metrics
 from megatron_fleet.algorithms.losses import make_loss
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AlgorithmConfig
-from megatron_fleet.loop.own_parts import OWN_PARTS, interface
+from megatron_fleet.preflight.own_parts import OWN_PARTS, interface
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 README = (EXAMPLES / "README.md").read_text(encoding="utf-8")

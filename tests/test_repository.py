@@ -21,14 +21,17 @@ MAX_FUNCTION_LINES = 80
 # Package → what it may import besides itself, config and platform: a package, or one module of it. "" is the root.
 MAY_IMPORT: dict[str, set[str]] = {
     "": {
-        "analysis", "convert", "data", "debug", "doctor", "launch", "loop", "planning", "trainer.rank", "tuning",
-        "weights", "cluster.inventory", "cluster.node",
+        "analysis", "convert", "data", "debug", "doctor", "evaluation", "launch", "loop", "planning", "preflight",
+        "trainer.rank", "tuning", "weights", "cluster.inventory", "cluster.node_process",
     },
     "agents": {"envs", "data", "models"},
     "algorithms": {"agents.trajectory"},
     "analysis": {"agents.trajectory", "checkpoint", "data", "models.images", "storage", "telemetry"},
-    "checkpoint": {"storage", "trainer.base"},
-    "cluster": {"weights.remote"},
+    "checkpoint": {
+        "cluster.inventory", "cluster.launcher", "convert.check", "convert.plan", "data.split", "storage",
+        "telemetry.sinks", "telemetry.slack", "trainer.base", "weights.hf_folder",
+    },
+    "cluster": {"weights.fetch.cache"},
     "convert": {
         "cluster.inventory", "models", "rollout.engine_arguments", "rollout.engine_images", "storage",
         "weight_sync.vllm_plugin", "weights",
@@ -41,22 +44,28 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data.task", "envs.base", "envs.embedded_server", "envs.openenv_client", "envs.openenv_tools", "storage",
     },
     "envs": {"data.task"},
-    "evaluation": {"agents", "algorithms", "data", "envs", "rollout", "storage", "telemetry", "weights"},
+    "evaluation": {
+        "agents", "algorithms", "cluster.launcher", "convert", "data", "models", "preflight", "rollout", "storage",
+        "telemetry",
+    },
     "launch": {"planning", "storage"},
     "loop": {
-        "agents", "algorithms", "checkpoint", "cluster", "convert", "data", "debug", "embedded_fleet", "envs",
-        "evaluation", "models", "planning", "rollout", "storage", "telemetry", "trainer", "weight_sync", "weights",
+        "agents", "algorithms", "checkpoint", "cluster", "data", "debug", "evaluation", "models", "planning",
+        "rollout", "storage", "telemetry", "trainer", "weight_sync",
     },
     "models": {"envs.base"},
     "planning": {"cluster.inventory", "cluster.placement", "models", "telemetry.charts", "weights.mapping"},
     "platform": set(),
+    "preflight": {
+        "agents", "cluster", "data", "embedded_fleet", "envs", "models", "planning", "storage", "telemetry",
+        "trainer.precision", "weight_sync", "weights.model_check",
+    },
     "rollout": {"agents", "algorithms", "cluster", "data", "envs", "models", "weight_sync"},
     "storage": set(),
     "telemetry": {"agents.trajectory", "algorithms", "models.images", "storage", "trainer.base"},
     "trainer": {"algorithms", "cluster", "models", "storage", "weight_sync", "weights"},
     "tuning": {
-        "agents", "algorithms", "planning.memory", "data", "embedded_fleet", "envs", "models", "rollout", "storage",
-        "trainer", "weights",
+        "agents.token_engine", "algorithms", "models", "planning.memory", "rollout", "storage", "trainer", "weights",
     },
     "weight_sync": {"models", "storage", "weights"},
     "weights": {"models", "storage"},
@@ -66,7 +75,7 @@ EPISODE_SIDE = ("data", "envs", "agents", "models", "rollout.worker")
 WITH_TORCH = re.compile(r"megatron_fleet\.models\.\w+\.modules(\.|$)")
 """Modules of a model family for Megatron and vLLM, imported where a model is built."""
 LIGHT = (
-    *("cli", "cluster", "config", "data", "doctor", "launch", "loop.preflight", "models.layout", "planning"),
+    *("cli", "cluster", "config", "data", "doctor", "launch", "preflight", "models.layout", "planning"),
     *("trainer.base", "trainer.precision"),
 )
 """Modules whose import must stay quick."""
@@ -190,7 +199,7 @@ ESCAPED = {
     "analysis.trajectories_commands",  # with `episodes.shown`
     *("config.keys", "telemetry.registry"),  # documents, from the code
     *("embedded_fleet.sandbox", "embedded_fleet.server", "envs.fleet_package", "models.chat.template_process"),
-    *("cluster.node", "loop.main", "telemetry.trackers", "tuning.warmstart"),  # numbers and names of ours
+    *("cluster.node_process", "loop.main", "telemetry.trackers"),  # numbers and names of ours
 }
 
 
@@ -209,7 +218,7 @@ def test_what_is_printed_is_escaped():
 
 RENAMES = {
     *("storage.local", "storage.staging"),
-    "loop.start",  # moves the records of an earlier run aside
+    "checkpoint.resume_point",  # moves the records of an earlier run aside
 }
 
 

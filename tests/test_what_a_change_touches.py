@@ -115,10 +115,10 @@ assert load("rollout.renderer=dummy").rollout.renderer in FORMATS
     "an environment backend": Change(
         edits={
             "envs/registry.py": (
-                "KINDS: Mapping[str, Kind] = MappingProxyType(\n    {",
+                "KINDS: Mapping[str, EnvironmentBackend] = MappingProxyType(\n    {",
                 "from megatron_fleet.envs.dummy import Dummy\n\n"
-                "KINDS: Mapping[str, Kind] = MappingProxyType(\n    {"
-                '"dummy": Kind(lambda config, url, name, _: Dummy(config), _own_server),',
+                "KINDS: Mapping[str, EnvironmentBackend] = MappingProxyType(\n    {"
+                '"dummy": EnvironmentBackend(lambda config, url, name, _: Dummy(config), _own_server),',
             ),
             "config/sections/env.py": (
                 '        "python": EnvironmentKind(',
@@ -136,9 +136,9 @@ assert type(KINDS[found.kind].open(found, "", "", "")).__name__ == "Dummy" and n
 """,
     ),
     "when a checkpoint is saved": Change(
-        edits={"loop/saves.py": ("        return step == self._last_step or", "        return step == 3 or")},
+        edits={"checkpoint/saves.py": ("        return step == self._last_step or", "        return step == 3 or")},
         check="""
-from megatron_fleet.loop.saves import Saves
+from megatron_fleet.checkpoint.saves import Saves
 config = load("checkpoint.interval=0")
 assert [step for step in range(9) if Saves(config.checkpoint, 8, None, None, None).due(step)] == [3]
 """,
@@ -160,7 +160,7 @@ assert "5 * _count" in inspect.getsource(episodes)
     ),
     "another launcher": Change(
         edits={
-            "launch/commands.py": (
+            "launch/launch_command.py": (
                 "    launchers: dict[str, Launcher] = {",
                 "    from megatron_fleet.launch.dummy import Dummy\n\n"
                 '    launchers: dict[str, Launcher] = {"dummy": Dummy(),',
@@ -177,7 +177,7 @@ assert "5 * _count" in inspect.getsource(episodes)
             "configs/cluster/dummy.yaml": "# @package _global_\nlaunch:\n  kind: dummy\n",
         },
         check="""
-from megatron_fleet.launch.commands import _launcher
+from megatron_fleet.launch.launch_command import _launcher
 launcher = _launcher(load("cluster=dummy").launch.kind)
 assert launcher.kind == "dummy" and Path(*launcher.program()).is_file()
 """,

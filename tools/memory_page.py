@@ -16,8 +16,8 @@ import memory_points  # noqa: E402
 
 from megatron_fleet.config.load import load  # noqa: E402
 from megatron_fleet.config.schema import Config, ParallelConfig  # noqa: E402
-from megatron_fleet.planning.memory import engine, phases  # noqa: E402
-from megatron_fleet.planning.memory.engine import GIB  # noqa: E402
+from megatron_fleet.planning.memory import engine_memory, phases  # noqa: E402
+from megatron_fleet.planning.memory.engine_memory import GIB  # noqa: E402
 from megatron_fleet.planning.memory.phases import H100_BYTES, RunMemory, run_memory  # noqa: E402
 from megatron_fleet.telemetry.charts import Chart, Series, write_svg  # noqa: E402
 from megatron_fleet.weights.random_model import QWEN3_0_6B  # noqa: E402
@@ -106,7 +106,7 @@ def estimates() -> str:
         "an NCCL communicator": f"{phases.COMMUNICATOR / GIB:.2f} GiB",
         "fragments": f"{phases.FRAGMENTS:.0%} of states and activations",
         "tokens of the busiest expert-parallel rank": f"{phases.IMBALANCE:g} × the mean",
-        "CUDA graphs of an engine": f"{engine.GRAPHS / GIB:.0f} GiB",
+        "CUDA graphs of an engine": f"{engine_memory.GRAPHS / GIB:.0f} GiB",
         "saving, in addition to the state": f"{phases.CHECKPOINT_DEVICE / GIB:.1f} GiB",
         "saving, on the host": f"{phases.CHECKPOINT_HOST / GIB:.0f} GiB",
         "process of a rank, on the host": f"{phases.RANK_PROCESS / GIB:.0f} GiB",

@@ -18,7 +18,7 @@ from megatron_fleet.config.load import load  # noqa: E402
 from megatron_fleet.models.hf_config import read_model  # noqa: E402
 from megatron_fleet.planning import rollout, scaling, step, training, workload  # noqa: E402
 from megatron_fleet.planning.hardware import GPUS, gpu_of  # noqa: E402
-from megatron_fleet.planning.memory.engine import GIB, engine_memory  # noqa: E402
+from megatron_fleet.planning.memory.engine_memory import GIB, engine_memory  # noqa: E402
 from megatron_fleet.planning.plan import Plan, make_plan  # noqa: E402
 from megatron_fleet.planning.shapes import shape_of  # noqa: E402
 from megatron_fleet.planning.workload import Workload  # noqa: E402

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.engine import Generation
+from megatron_fleet.agents.token_engine import Generation
 from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Image

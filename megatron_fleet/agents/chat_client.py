@@ -17,7 +17,7 @@ from typing import Any, TypeGuard
 
 import openai
 
-from megatron_fleet.agents.engine import EngineLost, EngineRefused
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
 from megatron_fleet.config.network import go_direct, through_proxy

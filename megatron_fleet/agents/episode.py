@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.agents.history import History
 from megatron_fleet.agents.images import View, Viewer
 from megatron_fleet.agents.local_tools import LocalTools, ToolOutputs, offered
 from megatron_fleet.agents.settings import EpisodeSettings
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused
 from megatron_fleet.agents.toolbox import Toolbox, reset
 from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory
 from megatron_fleet.data.task import Task

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from megatron_fleet.agents.engine import Engine
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
+from megatron_fleet.agents.token_engine import Engine
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.config.extension import Interface, load
 from megatron_fleet.config.names import is_path

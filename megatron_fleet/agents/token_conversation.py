@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 
 from megatron_fleet.agents.builder import TrajectoryBuilder, timed
-from megatron_fleet.agents.engine import Engine, EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.agents.episode import Ending, play
 from megatron_fleet.agents.history import Exchange, Thinking, TokenHistory
 from megatron_fleet.agents.images import View, Viewer, view_images
 from megatron_fleet.agents.settings import EpisodeSettings, stable_seed
+from megatron_fleet.agents.token_engine import Engine, EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment

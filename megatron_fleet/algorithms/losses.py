@@ -77,8 +77,9 @@ def _own_term(path: str) -> PolicyTerm:
 
 
 def sft_loss(x: LossInputs) -> LossResult:
-    """Cross-entropy −Σ w·log π(token), for warm starts; w = ``x.scaled_advantages`` is the normaliser, optionally times
-    a weight of the sequence.
+    """Supervised loss, the cross-entropy −Σ w·log π(token) of given tokens; w = ``x.scaled_advantages`` is the
+    normaliser, optionally times a weight of the sequence. No run names it yet: it drives the trainer where no rewards
+    are at hand, in `mfleet tune`, the GPU measurements and tools/make_tiny.py.
     """
     total = -(x.scaled_advantages * x.logprobs).sum()
     sums = {"policy_loss": total.detach(), "nll": -x.logprobs.detach().sum()}

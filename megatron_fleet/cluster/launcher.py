@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from megatron_fleet.cluster.nodes import RanksOfHost
+from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import STORE, without_secrets

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import chain, zip_longest
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.nodes import RanksOfHost
+from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 
@@ -23,7 +23,7 @@ _DEVICE_PARTS = "rollout.engine.replicas × tensor_parallel"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class PlacementRequest:
     """Settings of a configuration that determine the placement.
 
     Attributes:
@@ -40,7 +40,7 @@ class Wanted:
     transport: str = AUTO
 
     @classmethod
-    def of(cls, config: Config) -> Wanted:
+    def of(cls, config: Config) -> PlacementRequest:
         engine = config.rollout.engine
         replicas, tensor_parallel = engine.replicas, engine.tensor_parallel
         if config.ranks == 0:
@@ -49,7 +49,7 @@ class Wanted:
         return cls(config.ranks, replicas, tensor_parallel, engine.colocated, engine.transport)
 
     @classmethod
-    def of_evaluation(cls, config: Config) -> Wanted:
+    def of_evaluation(cls, config: Config) -> PlacementRequest:
         """Return the settings for engines without a trainer."""
         return cls(0, config.rollout.engine.replicas, config.rollout.engine.tensor_parallel, colocated=False)
 
@@ -85,7 +85,7 @@ _RanksOf = dict[str, tuple[int, ...]]
 """Ranks of each host, by host name."""
 
 
-def place(inventory: Inventory, wanted: Wanted) -> Placement:
+def place(inventory: Inventory, request: PlacementRequest) -> Placement:
     """Place ranks and engines.
 
     Raises:
@@ -93,12 +93,12 @@ def place(inventory: Inventory, wanted: Wanted) -> Placement:
             values and the available devices.
     """
     cuda = any(host.devices for host in inventory.hosts)
-    ranks_of = _ranks_of_hosts(inventory.hosts, wanted.ranks, cuda)
-    colocated = cuda if wanted.colocated is None else wanted.colocated
+    ranks_of = _ranks_of_hosts(inventory.hosts, request.ranks, cuda)
+    colocated = cuda if request.colocated is None else request.colocated
     if cuda:
-        engines = _engines_on_devices(inventory.hosts, ranks_of, wanted, colocated)
+        engines = _engines_on_devices(inventory.hosts, ranks_of, request, colocated)
     else:
-        engines = _engines_on_cpus(inventory.hosts, ranks_of, wanted, colocated)
+        engines = _engines_on_cpus(inventory.hosts, ranks_of, request, colocated)
     ranks = sorted(
         (
             RankPlace(rank, host.name, host.devices[i].index if cuda else None)
@@ -109,7 +109,7 @@ def place(inventory: Inventory, wanted: Wanted) -> Placement:
     )
     controller = inventory.hosts[0].name
     hosts_in_use = {controller} | {rank.host for rank in ranks} | {engine.host for engine in engines}
-    transport = _transport(wanted.transport, cuda, colocated, len(hosts_in_use))
+    transport = _transport(request.transport, cuda, colocated, len(hosts_in_use))
     return Placement(tuple(ranks), engines, colocated, transport)
 
 
@@ -171,12 +171,12 @@ def _spread(hosts: Sequence[Host], wanted: int) -> _RanksOf:
 
 
 def _engines_on_cpus(
-    hosts: Sequence[Host], ranks_of: _RanksOf, wanted: Wanted, colocated: bool
+    hosts: Sequence[Host], ranks_of: _RanksOf, request: PlacementRequest, colocated: bool
 ) -> tuple[EnginePlace, ...]:
     names = [host.name for host in hosts if host.rollout and (ranks_of[host.name] or not colocated)]
     if not names:
         raise UserError(_no_host_for_engines(hosts, ranks_of))
-    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(wanted.engines))
+    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(request.engines))
 
 
 def _no_host_for_engines(hosts: Sequence[Host], ranks_of: _RanksOf) -> str:
@@ -188,9 +188,9 @@ def _no_host_for_engines(hosts: Sequence[Host], ranks_of: _RanksOf) -> str:
 
 
 def _engines_on_devices(
-    hosts: Sequence[Host], ranks_of: _RanksOf, wanted: Wanted, colocated: bool
+    hosts: Sequence[Host], ranks_of: _RanksOf, request: PlacementRequest, colocated: bool
 ) -> tuple[EnginePlace, ...]:
-    size = wanted.tensor_parallel
+    size = request.tensor_parallel
     free: list[tuple[Host, tuple[Device, ...]]] = []
     for host in hosts:
         if not host.rollout:
@@ -206,22 +206,22 @@ def _engines_on_devices(
         for host, devices in free
     ]
     places = [place for turn in zip_longest(*columns) for place in turn if place is not None]
-    if len(places) >= wanted.engines:
-        return tuple(places[: wanted.engines])
-    raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], wanted, colocated))
+    if len(places) >= request.engines:
+        return tuple(places[: request.engines])
+    raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], request, colocated))
 
 
-def _engines_do_not_fit(free: Sequence[tuple[str, int]], wanted: Wanted, colocated: bool) -> str:
+def _engines_do_not_fit(free: Sequence[tuple[str, int]], request: PlacementRequest, colocated: bool) -> str:
     """Return the error message. ``free``: hosts and the number of devices available to engines there."""
-    size = wanted.tensor_parallel
+    size = request.tensor_parallel
     there, largest = sum(count for _, count in free), max((count for _, count in free), default=0)
     listed = ", ".join(f"{count} on {name}" for name, count in free) or "no host runs `mfleet node`"
-    if not wanted.ranks:
+    if not request.ranks:
         whose = "there are"
     else:
-        asked = AUTO if wanted.colocated is None else str(wanted.colocated).lower()
+        asked = AUTO if request.colocated is None else str(request.colocated).lower()
         whose = f"the ranks {'have' if colocated else 'leave free'} with rollout.engine.colocated={asked}"
-    wish = f"{_DEVICE_PARTS} = {wanted.engines} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
+    wish = f"{_DEVICE_PARTS} = {request.engines} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
     if size > largest:
         return f"{wish}, and an engine cannot extend over several hosts; lower rollout.engine.tensor_parallel."
     return f"{wish}; lower one of them, give the run more GPUs, or change the ranks."

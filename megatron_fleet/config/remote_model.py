@@ -64,7 +64,7 @@ class BucketModel:
 
     Attributes:
         address: ``s3://bucket/prefix`` or ``gs://bucket/prefix``.
-        revision: `CONTENT_DIGITS` that identify the content (`weights.bucket.look_up`), or `LATEST`.
+        revision: `CONTENT_DIGITS` that identify the content (`weights.fetch.object_store.look_up`), or `LATEST`.
     """
 
     address: str

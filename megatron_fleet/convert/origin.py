@@ -19,8 +19,8 @@ from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import ARCHITECTURES
 from megatron_fleet.storage.folder import Folder
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights import bucket
 from megatron_fleet.weights.checkpoint_reader import MegatronCheckpoint
+from megatron_fleet.weights.fetch import object_store
 from megatron_fleet.weights.hf_model import HfModel
 from megatron_fleet.weights.mapping import WeightTable
 from megatron_fleet.weights.torch_dist.pickle_reader import Opaque
@@ -124,7 +124,7 @@ def _folder_of_model(path: str) -> str | None:
     if not isinstance(remote, BucketModel) or _is_there(folder):
         return folder
     try:
-        bucket.look_up(remote)
+        object_store.look_up(remote)
     except UserError:  # the files were replaced, or the store does not answer
         return None
     return remote.address

@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import psutil
 
 from megatron_fleet.cluster.inventory import NVIDIA_SMI_DEADLINE_S, Inventory, cuda_is_installed
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.config.secrets import without_secrets
@@ -166,7 +166,7 @@ def devices(here: ProbeContext) -> Result:
         return Result("warning", seen, "the slowest sets the pace; choose equal ones with CUDA_VISIBLE_DEVICES")
     config = here.config
     if config is not None and config.cluster.ranks == "local" and not config.cluster.nodes:
-        place(Inventory((here.host,)), Wanted.of(config))
+        place(Inventory((here.host,)), PlacementRequest.of(config))
     if config is not None and (problem := other_kind(config, [gpu.name for gpu in gpus])) is not None:
         return Result("warning", seen, problem)
     return Result("ok", seen)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES
+from megatron_fleet.cluster.joined_nodes import OBJECT_STORE_BYTES
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.secrets import without_secrets

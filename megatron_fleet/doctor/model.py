@@ -17,10 +17,10 @@ from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import of_environments, without_secrets
 from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output, with_config
+from megatron_fleet.weights.fetch.cache import look_up
+from megatron_fleet.weights.fetch.hub import damaged_files
 from megatron_fleet.weights.hf_folder import read_headers
-from megatron_fleet.weights.hub import damaged_files
 from megatron_fleet.weights.model_check import check_model, check_resumed
-from megatron_fleet.weights.remote import look_up
 
 HASHING_S = 3600.0
 """A model of a trillion parameters on a network file system."""
@@ -88,7 +88,7 @@ def engine_token(here: ProbeContext) -> Result:
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(device.uuid for device in devices[:wanted])  # none: the CPU
     deadline_s = config.rollout.engine.start_timeout_s + LOAD_S
     found = _ask(
-        sys.executable, "megatron_fleet.rollout.first_token", config.model_dump(mode="json"), environ, deadline_s
+        sys.executable, "megatron_fleet.rollout.engine_smoke", config.model_dump(mode="json"), environ, deadline_s
     )
     return Result("ok", f"token {found['token']} after {found['seconds']:.0f} s")
 

@@ -250,4 +250,4 @@ def alone(here: ProbeContext) -> Result:
 
 PROBES = (Probe("ports", ports), Probe("RDMA", rdma, _on_several_gpu_hosts, "several hosts with GPUs"))
 ALONE = Probe("all-reduce", alone, deadline_s=EXCHANGE_S + 10, slow=True)
-"""All-reduce probe of a single host; several hosts do one together, see `meeting`."""
+"""All-reduce probe of a single host; several hosts do one together, see `many_hosts`."""

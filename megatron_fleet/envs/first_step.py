@@ -20,7 +20,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Observation, ToolCall
-from megatron_fleet.envs.registry import Start, make_environment, serve
+from megatron_fleet.envs.registry import ServerStart, make_environment, serve
 
 AT_ONCE = 4
 """Environments that are started at the same time."""
@@ -78,7 +78,9 @@ def main() -> int:
     answer: dict[str, Any]
     with tempfile.TemporaryDirectory(prefix="mfleet-doctor-") as folder:
         try:
-            server = serve(Start(config, Path(folder, "server.log"), sys.executable, request["seed"], token=token))
+            server = serve(
+                ServerStart(config, Path(folder, "server.log"), sys.executable, request["seed"], token=token)
+            )
             try:
                 answer = {"environments": asyncio.run(play_all(config, tasks, server.url, token))}
             finally:

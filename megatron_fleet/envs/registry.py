@@ -29,7 +29,7 @@ from megatron_fleet.envs.python import PythonEnvironment
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class ServerStart:
     """Parameters for starting the environments of a run.
 
     Attributes:
@@ -72,8 +72,8 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """One kind of environment.
+class EnvironmentBackend:
+    """How environments of one kind are opened and served.
 
     Attributes:
         open: creates an Environment for one episode from the section ``env``, the server's address, the episode's name
@@ -82,7 +82,7 @@ class Kind:
     """
 
     open: Callable[[EnvConfig, str, str | None, str], Environment]
-    serve: Callable[[Start], Server]
+    serve: Callable[[ServerStart], Server]
 
 
 def make_environment(config: EnvConfig, url: str, episode: str | None = None, token: str = "") -> Environment:
@@ -101,13 +101,13 @@ def environment_token(token: str) -> str:
     return hmac.new(token.encode(), b"environment server", "sha256").hexdigest()
 
 
-def serve(start: Start) -> Server:
+def serve(start: ServerStart) -> Server:
     """Start the environments of a run. Raises UserError."""
     return _kind(start.env.kind).serve(start)
 
 
-def _kind(name: str) -> Kind:
-    return KINDS.get(name) or Kind(partial(_own, name), _own_server)
+def _kind(name: str) -> EnvironmentBackend:
+    return KINDS.get(name) or EnvironmentBackend(partial(_own, name), _own_server)
 
 
 class EnvironmentFactory(Protocol):
@@ -130,7 +130,7 @@ def _own(path: str, config: EnvConfig, url: str, episode: str | None, token: str
     return environment
 
 
-def _own_server(start: Start) -> Server:
+def _own_server(start: ServerStart) -> Server:
     """Start nothing: a user's class starts what it needs and is responsible for ``env.url``."""
     return _Elsewhere("")
 
@@ -169,17 +169,17 @@ class _Elsewhere:
         return None
 
 
-def _embedded(start: Start) -> Server:
+def _embedded(start: ServerStart) -> Server:
     fleet = EmbeddedFleet()
     fleet.start(start.env, start.log, start.python, start.seed, start.environment, start.host, start.token)
     return fleet
 
 
-def _elsewhere(start: Start) -> Server:
+def _elsewhere(start: ServerStart) -> Server:
     return _Elsewhere(start.env.url or "")
 
 
-def _hosted(start: Start) -> Server:
+def _hosted(start: ServerStart) -> Server:
     """Start nothing for Fleet's control plane; check first that the workers' interpreter can use Fleet's package."""
     command = [start.python, "-m", "megatron_fleet.envs.fleet_package"]
     command += [] if start.env.fleet.package is None else [start.env.fleet.package]
@@ -202,13 +202,15 @@ def _hosted(start: Start) -> Server:
 
 EMBEDDED = OpenEnvConfig(interface="mcp", finish_tool=FINISH_TOOL)
 """OpenEnv settings for the embedded fleet's server."""
-KINDS: Mapping[str, Kind] = MappingProxyType(
+KINDS: Mapping[str, EnvironmentBackend] = MappingProxyType(
     {
-        "embedded": Kind(
+        "embedded": EnvironmentBackend(
             lambda config, url, name, token: OpenEnvEnvironment(config, url, EMBEDDED, name, token), _embedded
         ),
-        "openenv": Kind(lambda config, url, name, _: OpenEnvEnvironment(config, url, config.openenv, name), _elsewhere),
-        "fleet": Kind(lambda config, url, name, _: FleetEnvironment(config), _hosted),
-        "python": Kind(lambda config, url, name, _: PythonEnvironment(config), _own_server),
+        "openenv": EnvironmentBackend(
+            lambda config, url, name, _: OpenEnvEnvironment(config, url, config.openenv, name), _elsewhere
+        ),
+        "fleet": EnvironmentBackend(lambda config, url, name, _: FleetEnvironment(config), _hosted),
+        "python": EnvironmentBackend(lambda config, url, name, _: PythonEnvironment(config), _own_server),
     }
 )

@@ -1,5 +1,6 @@
 """Evaluations, during training and by `mfleet eval`: task choice, recorded episodes, result files.
 
-``evaluator.py`` chooses and plays tasks, ``dumps.py`` writes Fleet's files, ``uploads.py`` copies files to a store in
-the background.
+``evaluator.py`` chooses and plays tasks. ``in_training.py`` says when a run evaluates, in the foreground or behind an
+update; ``eval_command.py`` is `mfleet eval`, whose finished episodes are in ``store.py``. ``episode_records.py`` writes
+the files of episodes, those of training steps too: ``dumps.py`` in Fleet's format, ``uploads.py`` copies to a store.
 """

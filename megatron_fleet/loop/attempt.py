@@ -12,8 +12,8 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.mixture import drawable
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.evaluator import Evaluator
+from megatron_fleet.evaluation.in_training import Evaluations
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
-from megatron_fleet.loop.evaluations import Evaluations
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.telemetry.alert_rules import AlertRules
@@ -77,7 +77,7 @@ class Attempt:
 
         Args:
             more: further metrics.
-            difference: between engines and trainer, see `loop.weights.compare`; ``None`` = not compared.
+            difference: between engines and trainer, see `loop.engine_weights.compare`; ``None`` = not compared.
         """
         self.evaluations.decide(step)
         losses, optims = [r[0] for r in reports], [r[1] for r in reports]

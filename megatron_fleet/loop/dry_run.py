@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_fleet.cluster.inventory import Host, Inventory, local_inventory
-from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.placement import Placement, PlacementRequest, place
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
 from megatron_fleet.planning.memory.check import describe_memory
@@ -41,7 +41,7 @@ def describe(config: Config, inventory: Inventory | None = None) -> str:
         sections["placement"] = [_not_known_yet(config)]
     else:
         inventory = inventory or local_inventory(os.environ)
-        sections["placement"] = draw(inventory, place(inventory, Wanted.of(config)))
+        sections["placement"] = draw(inventory, place(inventory, PlacementRequest.of(config)))
         if devices := inventory.hosts[0].devices:
             memory = _memory(config, min(device.memory_bytes for device in devices))
             sections["memory (computed, docs/understand/memory.md)"] = memory

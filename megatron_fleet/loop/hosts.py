@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory, local_inventory, with_nodes, with_started_ranks
+from megatron_fleet.cluster.joined_nodes import NodeRanks, Nodes
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks, RankStarter
-from megatron_fleet.cluster.nodes import NodeRanks, Nodes
 from megatron_fleet.cluster.placement import Placement, ranks_by_host
 from megatron_fleet.cluster.rank_identity import ListenAt, listen_at
 from megatron_fleet.config.errors import UserError

@@ -22,7 +22,7 @@ from typing import Protocol, final
 import psutil
 
 from megatron_fleet.cluster.janitor import marked
-from megatron_fleet.cluster.nodes import STACKS_S, Nodes
+from megatron_fleet.cluster.joined_nodes import STACKS_S, Nodes
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.stopping import Stopped

@@ -10,23 +10,24 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.exports import Exports, open_exports
+from megatron_fleet.checkpoint.resume_point import open_checkpoints, set_aside
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.checkpoint.store import Uploader
 from megatron_fleet.cluster.launcher import episode_python
-from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.placement import Placement, PlacementRequest, place
 from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import dump_resolved
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import open_attempts
 from megatron_fleet.loop.dry_run import draw
-from megatron_fleet.loop.exports import Exports, open_exports
+from megatron_fleet.loop.engine_weights import EngineWeights
 from megatron_fleet.loop.hosts import open_hosts
 from megatron_fleet.loop.live import LiveRun
-from megatron_fleet.loop.saves import Saves
-from megatron_fleet.loop.start import load_data, open_checkpoints, set_aside
+from megatron_fleet.loop.run_tasks import load_data
 from megatron_fleet.loop.stopping import StopRequest, until_stopped
 from megatron_fleet.loop.train import Training
-from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.planning.hardware import other_kind
 from megatron_fleet.rollout.service import RolloutService, RolloutSite
 from megatron_fleet.storage.local import write_atomically
@@ -85,7 +86,7 @@ async def _train(
         hosts = await stack.enter_async_context(open_hosts(config, token))
         live.nodes = hosts.nodes
         inventory = hosts.inventory
-        placement = place(inventory, Wanted.of(config))
+        placement = place(inventory, PlacementRequest.of(config))
         if problem := other_kind(config, [device.kind for host in inventory.hosts for device in host.devices]):
             log.warning("%s", problem)
         (out / "logs").mkdir(exist_ok=True)

@@ -14,8 +14,8 @@ from megatron_fleet.config.errors import say
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
 from megatron_fleet.config.units import count
+from megatron_fleet.evaluation.episode_records import EpisodeRecords
 from megatron_fleet.evaluation.evaluator import Evaluation
-from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.telemetry.charts import write_learning_curve

@@ -25,14 +25,14 @@ from pathlib import Path
 from typing import Any, TypeVar, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage
+from megatron_fleet.loop.engine_weights import EngineWeights
 from megatron_fleet.loop.guard import StepGuard
-from megatron_fleet.loop.saves import Saves
 from megatron_fleet.loop.stopping import Stopped, StopRequest
 from megatron_fleet.loop.update import update
-from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.platform.timeline import TIMELINE, Clock
 from megatron_fleet.platform.waiting import unless
 from megatron_fleet.rollout.requests import EnvironmentFailed
@@ -72,7 +72,7 @@ class Training:
         """Train to the end. A trainer that dies is restarted and resumes from the last checkpoint.
 
         Args:
-            found: checkpoint to start from, see `loop.start.find_start`.
+            found: checkpoint to start from, see `checkpoint.resume_point.find_start`.
 
         Raises:
             UserError: a problem that the user can fix; the run can be resumed.

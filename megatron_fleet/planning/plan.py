@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
@@ -16,7 +16,7 @@ from megatron_fleet.models.layout import check_micro_batch_tokens, validate
 from megatron_fleet.models.model import Model
 from megatron_fleet.planning.hardware import GPUS, Gpu
 from megatron_fleet.planning.memory.check import refuse_memory
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import RunMemory, run_memory
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import (
@@ -118,7 +118,7 @@ def devices_of(config: Config) -> int:
 def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunMemory) -> str | None:
     """Return why a run cannot have its GPUs, by the checks that precede a start and by what they only warn of."""
     try:
-        place(_inventory(gpu, devices_of(config)), Wanted.of(config))
+        place(_inventory(gpu, devices_of(config)), PlacementRequest.of(config))
         refuse_memory(config, hf_config, gpu.memory, gpu.host_memory)
     except UserError as error:
         return str(error)

@@ -23,7 +23,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.model import Model
 from megatron_fleet.planning.hardware import Gpu
-from megatron_fleet.planning.memory.engine import EngineMemory, engine_memory
+from megatron_fleet.planning.memory.engine_memory import EngineMemory, engine_memory
 from megatron_fleet.planning.memory.phases import cache_tokens
 from megatron_fleet.planning.training import FP8_SPEED, NVLINK
 from megatron_fleet.planning.workload import Workload

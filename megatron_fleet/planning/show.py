@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.planning.memory.check import describe_memory
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.plan import Plan
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import StepTime, step_time

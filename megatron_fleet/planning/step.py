@@ -14,7 +14,7 @@ from typing import Any
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.models.model import Model
 from megatron_fleet.planning.hardware import Gpu
-from megatron_fleet.planning.memory.engine import sent_bytes
+from megatron_fleet.planning.memory.engine_memory import sent_bytes
 from megatron_fleet.planning.memory.parameters import count_elements, held_by_stage
 from megatron_fleet.planning.memory.phases import trainer_memory
 from megatron_fleet.planning.rollout import Engine, rollout_time

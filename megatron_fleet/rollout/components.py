@@ -18,7 +18,7 @@ from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.envs.embedded_server import ServerKilled
-from megatron_fleet.envs.registry import Server, Start, no_answer, serve
+from megatron_fleet.envs.registry import Server, ServerStart, no_answer, serve
 from megatron_fleet.platform.processes import ChildKilled
 from megatron_fleet.rollout.requests import EnvironmentFailed, EpisodeSpec, RolloutFailed
 
@@ -174,7 +174,7 @@ class WorkerSlot(Component):
 class EnvironmentSlot(WatchedComponent):
     """Slot of the environments of a run; the run's own server is watched and restarted at the same address."""
 
-    def __init__(self, start: Start, on_return: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(self, start: ServerStart, on_return: Callable[[], Awaitable[None]] | None = None) -> None:
         """Args: ``on_return``: awaited when a server is back, before it is used."""
         super().__init__("the environment server", str(start.log))
         limit_s = start.env.outage_limit_s

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.images import PlacedImage, read_vision
 from megatron_fleet.platform.processes import (

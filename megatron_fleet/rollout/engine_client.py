@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.models.images import PlacedImage
 
@@ -53,7 +53,7 @@ class EnginePool:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
-        """Sample one turn (see ``agents.engine.Engine``).
+        """Sample one turn (see ``agents.token_engine.Engine``).
 
         Raises:
             EngineLost: the replica is gone, or does not answer a health question.

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import PlacedImage, digest

@@ -12,7 +12,7 @@ from megatron_fleet.cluster.inventory import LOOPBACK
 from megatron_fleet.cluster.launcher import last_line
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.envs.registry import Start, environment_token
+from megatron_fleet.envs.registry import ServerStart, environment_token
 from megatron_fleet.rollout.actors import ActorSettings, make_engine, make_worker
 from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
@@ -47,7 +47,7 @@ class Pool:
         self._listening = asyncio.Event()
         self.engines = [self._engine_slot(i, resend) for i in range(len(settings.engines))]
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
-        start = Start(
+        start = ServerStart(
             config.env,
             settings.logs / "env.log",
             str(settings.episode_python),

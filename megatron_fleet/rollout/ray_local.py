@@ -17,7 +17,7 @@ from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK
 from megatron_fleet.cluster.janitor import marks
-from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RayHead
+from megatron_fleet.cluster.joined_nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RayHead
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import RAY, without_secrets

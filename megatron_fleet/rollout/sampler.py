@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.extension import Interface, load_named
 from megatron_fleet.config.schema import Config

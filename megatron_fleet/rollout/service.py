@@ -17,8 +17,8 @@ import numpy as np
 
 from megatron_fleet.cluster.inventory import Inventory, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
-from megatron_fleet.cluster.nodes import Nodes, RayHead
-from megatron_fleet.cluster.placement import Placement, Wanted, place
+from megatron_fleet.cluster.joined_nodes import Nodes, RayHead
+from megatron_fleet.cluster.placement import Placement, PlacementRequest, place
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import family_environment
 from megatron_fleet.rollout import ray_local
@@ -53,7 +53,7 @@ class RolloutSite:
     nodes: Nodes | None = None
 
     @classmethod
-    def alone(cls, wanted: Wanted) -> RolloutSite:
+    def alone(cls, wanted: PlacementRequest) -> RolloutSite:
         """Return this host alone, with all its devices for engines. Raises UserError when the engines do not fit."""
         inventory = local_inventory(os.environ)
         return cls(inventory, place(inventory, wanted), secrets.token_hex(32))
@@ -95,7 +95,7 @@ class RolloutService:
         self.resend: Resend | None = None
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
-        wanted = Wanted.of_evaluation(config)
+        wanted = PlacementRequest.of_evaluation(config)
         self._site = site or RolloutSite.alone(wanted if dialect is None else replace(wanted, engines=0))
         self._dialect = dialect
         self._cleanup = contextlib.AsyncExitStack()

@@ -20,7 +20,7 @@ from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.inventory import LOOPBACK, local_inventory
 from megatron_fleet.cluster.launcher import LocalRanks, RankStarter
-from megatron_fleet.cluster.placement import Wanted, place, ranks_by_host
+from megatron_fleet.cluster.placement import PlacementRequest, place, ranks_by_host
 from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
@@ -497,7 +497,9 @@ async def open_trainer(config: Config, init: Init = "hf") -> AsyncIterator[Train
         TrainerLost: a rank died.
     """
     token, world, inventory = run_token(os.environ), config.parallel.world_size, local_inventory(os.environ)
-    (ranks,) = ranks_by_host(place(inventory, Wanted(world, engines=0)), inventory, config.policy.threads or 1).values()
+    (ranks,) = ranks_by_host(
+        place(inventory, PlacementRequest(world, engines=0)), inventory, config.policy.threads or 1
+    ).values()
     listener = RankListener(token, None, world)
     await listener.listen(LOOPBACK, 0)
     starter = LocalRanks(ranks, Path(config.run.out, "logs"))

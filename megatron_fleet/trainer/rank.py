@@ -33,7 +33,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.platform.processes import ONLY_OWNER, imports_uncollected, write_stacks_on_signal
 from megatron_fleet.trainer.messages import OTHER, SYSTEM, USER, VERBS, Identity, datum_from_plain
 from megatron_fleet.trainer.process import prepare_process
-from megatron_fleet.weights.remote import fetch
+from megatron_fleet.weights.fetch.cache import fetch
 
 if TYPE_CHECKING:
     from megatron_fleet.algorithms.datum import Datum

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from megatron_fleet.agents.engine import SamplingParams
+from megatron_fleet.agents.token_engine import SamplingParams
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.rollout.engine_actor import EngineActor
 from megatron_fleet.rollout.engine_client import connect
 from megatron_fleet.rollout.engine_statistics import EngineStatistics, engine_metrics
-from megatron_fleet.tuning.engine import Load
 from megatron_fleet.tuning.search import describe_failure
+from megatron_fleet.tuning.tune_engine import Load
 
 TRANSPORT = "shm"
 """Transport with which the engine is made; nothing is sent."""

@@ -21,7 +21,7 @@ from megatron_fleet.agents import chat_client as module
 from megatron_fleet.agents import chat_probe
 from megatron_fleet.agents.chat_client import ChatClient, ChatParams, Dialect, PromptTooLong, Usage
 from megatron_fleet.agents.chat_probe import probe
-from megatron_fleet.agents.engine import EngineLost, EngineRefused
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.evaluation import EndpointConfig
 

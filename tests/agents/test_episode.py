@@ -14,10 +14,10 @@ from megatron_fleet.agents import builder as builder_module
 from megatron_fleet.agents import episode as episode_module
 from megatron_fleet.agents import token_conversation
 from megatron_fleet.agents import toolbox as toolbox_module
-from megatron_fleet.agents.engine import EngineLost, EngineRefused
 from megatron_fleet.agents.history import TokenHistory
 from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_conversation import run_episode
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import AgentConfig
 from megatron_fleet.envs.base import EnvBusy, EnvLost, EnvRefused, Observation, Reward, ToolCall, ToolError

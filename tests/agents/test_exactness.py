@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizer_fixtures import CORPUS
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.token_conversation import run_episode
+from megatron_fleet.agents.token_engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.agents.trajectory import Group, Outcome, Trajectory
 from megatron_fleet.algorithms.batch import build_data, split_batch
 from megatron_fleet.config.schema import AgentConfig, AlgorithmConfig

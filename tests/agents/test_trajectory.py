@@ -8,8 +8,8 @@ from agent_doubles import TASK, ScriptedEnvironment
 from waiting import HANG_S
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.engine import Generation
 from megatron_fleet.agents.episode import Ending, score
+from megatron_fleet.agents.token_engine import Generation
 from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory, environment_failed, will_recur
 from megatron_fleet.telemetry.episodes import INFRASTRUCTURE_OUTCOMES
 

@@ -13,7 +13,7 @@ from megatron_fleet.algorithms.batch import Batch, Fate, Origin, build_data, spl
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.groups import FILTERS
 from megatron_fleet.config.schema import AlgorithmConfig
-from megatron_fleet.config.sections.algorithm import Cut
+from megatron_fleet.config.sections.algorithm import CutShort
 
 
 def trajectory(reward: float | None, mask: str = "..##.#", sample: int = 0) -> Trajectory:
@@ -106,7 +106,7 @@ def test_an_episode_that_was_cut_short_counts_for_its_group_and_trains_nothing()
 
 
 def test_masked_outcomes_are_outcomes_with_a_verdict():
-    assert set(get_args(Cut)) <= {str(outcome) for outcome in Outcome}
+    assert set(get_args(CutShort)) <= {str(outcome) for outcome in Outcome}
 
 
 def test_data_by_hand():

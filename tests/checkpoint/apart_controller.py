@@ -14,12 +14,12 @@ from pathlib import Path
 
 from policy_fixtures import make_batch
 
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.checkpoint.resume_point import open_checkpoints
+from megatron_fleet.checkpoint.saves import Saves
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.cluster.rank_identity import run_token
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.hosts import open_hosts
-from megatron_fleet.loop.saves import Saves
-from megatron_fleet.loop.start import open_checkpoints
 from megatron_fleet.trainer.base import AdamParams, LossSpec
 from megatron_fleet.trainer.group import TrainerGroup, open_group
 
@@ -28,7 +28,9 @@ async def main(config: Config) -> None:
     token = run_token(os.environ)
     with open_checkpoints(config) as (checkpoints, uploader, found):
         async with open_hosts(config, token) as hosts:
-            starter = hosts.starter(config, place(hosts.inventory, Wanted(config.parallel.world_size, engines=0)))
+            starter = hosts.starter(
+                config, place(hosts.inventory, PlacementRequest(config.parallel.world_size, engines=0))
+            )
             async with open_group(config, hosts.listener, starter, token, "random") as trainer:
                 await trainer.gather()
                 await trainer.build()

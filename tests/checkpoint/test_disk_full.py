@@ -16,10 +16,10 @@ from policy_fixtures import make_batch, make_config, write_config
 from test_run_store import save
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import ParallelConfig
 from megatron_fleet.config.sections.run import CheckpointConfig
-from megatron_fleet.loop.saves import Saves
 from megatron_fleet.trainer.base import AdamParams, LossSpec
 from megatron_fleet.trainer.group import open_trainer
 

@@ -13,9 +13,9 @@ from waiting import wait_until
 
 from megatron_fleet.checkpoint import store as module
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.resume_point import find_start
 from megatron_fleet.checkpoint.store import RunStore, Uploader
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.start import find_start
 from megatron_fleet.storage.open import open_folder
 
 MANIFEST = r"manifest\.json"

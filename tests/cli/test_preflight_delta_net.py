@@ -9,8 +9,8 @@ pytest.importorskip("hydra")
 
 from tiny_configs import raw_config  # noqa: E402
 
-from megatron_fleet.loop import preflight  # noqa: E402
 from megatron_fleet.models.qwen3_5.modules import delta_rule  # noqa: E402
+from megatron_fleet.preflight import checks  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -25,5 +25,5 @@ from megatron_fleet.models.qwen3_5.modules import delta_rule  # noqa: E402
 def test_pytorchs_operators_on_a_gpu_are_warned_of(monkeypatch, caplog, family, gpu, fla, warned):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(delta_rule, "fla_fault", lambda: None if fla else "install flash-linear-attention")
-    preflight._mixer(raw_config(family, "v5"))
+    checks._mixer(raw_config(family, "v5"))
     assert ("install flash-linear-attention" in caplog.text) == warned

@@ -11,7 +11,7 @@ pytest.importorskip("hydra")
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.task import Task
-from megatron_fleet.loop import preflight
+from megatron_fleet.preflight import checks
 
 CLICK = Task("buy-1", "Buy it.", "shop", modality="computer_use")
 READ = replace(CLICK, key="read-1", modality="tool_use")
@@ -40,12 +40,12 @@ def config(folder: Path, *overrides: str):
 def test_a_model_without_vision_is_refused_tasks_on_a_screen(blind, modality):
     said = rf"^model.path={blind}: .* takes no images .* task buy-1 of data.tasks=.* is a {modality} task; choose .*$"
     with pytest.raises(UserError, match=said):
-        preflight.check_images(config(blind), [READ, replace(CLICK, modality=modality)])
-    preflight.check_images(config(blind), [READ])
+        checks.check_images(config(blind), [READ, replace(CLICK, modality=modality)])
+    checks.check_images(config(blind), [READ])
 
 
 def test_a_vision_model_may_be_evaluated_on_them(seeing):
-    preflight.check_images(config(seeing), [READ, CLICK])
+    checks.check_images(config(seeing), [READ, CLICK])
 
 
 def test_training_on_a_screen_is_refused(seeing, monkeypatch, tmp_path):
@@ -56,4 +56,4 @@ def test_training_on_a_screen_is_refused(seeing, monkeypatch, tmp_path):
     ]
     (tmp_path / "tasks.json").write_text(json.dumps(rows))
     with pytest.raises(UserError, match=r"is a browser_use task, and training on images is not possible yet; set "):
-        preflight._tasks(config(seeing, f"data.tasks={tmp_path}/tasks.json"))
+        checks._tasks(config(seeing, f"data.tasks={tmp_path}/tasks.json"))

@@ -6,14 +6,16 @@ pytest.importorskip("hydra")
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import preflight
+from megatron_fleet.preflight import checks
 
 
 @pytest.fixture
 def look(tmp_path, monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     monkeypatch.delenv("RANK", raising=False)
-    return lambda *overrides: preflight.check(load(["experiment=quickstart", f"run.out={tmp_path}/out", *overrides]))
+    return lambda *overrides: checks.check_training(
+        load(["experiment=quickstart", f"run.out={tmp_path}/out", *overrides])
+    )
 
 
 def test_a_minimum_that_fits_is_accepted(look):

@@ -29,7 +29,7 @@ from megatron_fleet.convert.execute import Share, execute
 from megatron_fleet.convert.to_megatron import plan_to_megatron
 from megatron_fleet.doctor.model import model_files
 from megatron_fleet.doctor.probe import ProbeContext
-from megatron_fleet.loop import preflight
+from megatron_fleet.preflight import checks
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights import model_check
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE
@@ -39,7 +39,7 @@ from megatron_fleet.weights.hf_model import open_model
 @pytest.fixture(autouse=True)
 def alone(monkeypatch):
     """No launch, and a processor on which engines can compute in FP8."""
-    monkeypatch.setattr(preflight, "_has_amx", lambda: True)
+    monkeypatch.setattr(checks, "_has_amx", lambda: True)
     for name in ("WORLD_SIZE", "RANK", "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)
 
@@ -73,7 +73,7 @@ def test_dry_run_doctor_and_conversion_say_the_same(name, tmp_path, capsys):
     folder = write(tmp_path / "model", **(case.made or {}))
     case.damage(folder)
     config = config_of(folder)
-    dry_run = outcome(lambda: preflight.check(config))
+    dry_run = outcome(lambda: checks.check_training(config))
     doctor = outcome(lambda: model_files(ProbeContext(config, os.environ, Host("here"), quick=True)))
     assert dry_run == doctor
     assert dry_run is None if case.said is None else dry_run is not None and case.said in dry_run
@@ -94,15 +94,15 @@ def test_the_table_in_the_docs_is_current():
 def test_engines_compute_with_fp8_weights_in_half_precision_only(tmp_path):
     case = CASES["fp8"]
     config = config_of(write(tmp_path / "model", **(case.made or {})), "model.dtype=float32")
-    said = outcome(lambda: preflight.check(config))
+    said = outcome(lambda: checks.check_training(config))
     assert said is not None and "are stored in FP8" in said and "set it to bfloat16" in said
 
 
 def test_engines_on_cpus_without_amx_take_no_fp8_weights(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
-    monkeypatch.setattr(preflight, "_has_amx", lambda: False)
-    monkeypatch.setattr(preflight.metadata, "distributions", lambda name: [name])
-    said = outcome(lambda: preflight.check(config_of(write(tmp_path / "model", **(CASES["fp8"].made or {})))))
+    monkeypatch.setattr(checks, "_has_amx", lambda: False)
+    monkeypatch.setattr(checks.metadata, "distributions", lambda name: [name])
+    said = outcome(lambda: checks.check_training(config_of(write(tmp_path / "model", **(CASES["fp8"].made or {})))))
     assert said is not None and "is stored in FP8: on CPUs" in said and "use the release in BF16" in said
 
 
@@ -200,7 +200,7 @@ def test_a_checkpoint_of_another_model_is_refused_in_the_dry_run(earlier, tmp_pa
     said = resumed(config_of(other))
     assert said is not None and said.startswith(f"run.out={tmp_path / 'out'} has a checkpoint of another run (")
     assert "mlp.linear_fc1.weight has shape [4, 224, 96]; config.json asks for [4, 256, 96]" in said
-    assert outcome(lambda: preflight.check(config_of(other))) == said
+    assert outcome(lambda: checks.check_training(config_of(other))) == said
     assert resumed(config_of(other, "run.resume=never")) is None
     assert resumed(config_of(other, "run.resume=11")) is None, "which is not there"
     (tmp_path / "out" / "checkpoints" / "step_000012").rename(tmp_path / "out" / "checkpoints" / ".step_000012")

@@ -13,7 +13,7 @@ from tiny_configs import raw_config
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import preflight
+from megatron_fleet.preflight import checks
 
 REPLAY = "rollout.engine.routing_replay=true"
 
@@ -22,12 +22,12 @@ REPLAY = "rollout.engine.routing_replay=true"
 def vllm_builds(monkeypatch) -> set[str]:
     """The names of packages that count as installed."""
     names = {"vllm"}
-    monkeypatch.setattr(preflight.metadata, "distributions", lambda name: [name] if name in names else [])
+    monkeypatch.setattr(checks.metadata, "distributions", lambda name: [name] if name in names else [])
     return names
 
 
 def check(family: str, *overrides: str, **changes: Any) -> None:
-    preflight._routing(load(["experiment=quickstart", *overrides]), raw_config(family, "v5") | changes)
+    checks._routing(load(["experiment=quickstart", *overrides]), raw_config(family, "v5") | changes)
 
 
 def test_replay_needs_experts_to_choose_from(vllm_builds):

@@ -15,8 +15,8 @@ import pytest
 from waiting import HANG_S, until
 
 from megatron_fleet.cluster import launcher
+from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.cluster.launcher import LocalRanks
-from megatron_fleet.cluster.nodes import RanksOfHost
 
 PRELUDE = """
 import json, os, signal, sys, time
@@ -30,7 +30,7 @@ OWNER = """
 import asyncio, sys
 from pathlib import Path
 from megatron_fleet.cluster.launcher import LocalRanks
-from megatron_fleet.cluster.nodes import RanksOfHost
+from megatron_fleet.cluster.joined_nodes import RanksOfHost
 async def main():
     ranks = LocalRanks(RanksOfHost((0, 1), 2, 1), Path("logs"), [sys.executable, "-c", sys.argv[1]])
     await ranks.start("h:1", "t")

@@ -17,8 +17,8 @@ from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host
-from megatron_fleet.cluster.node import own_folder
-from megatron_fleet.cluster.nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
+from megatron_fleet.cluster.joined_nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
+from megatron_fleet.cluster.node_process import own_folder
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.trainer.links import RankListener

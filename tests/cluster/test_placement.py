@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.placement import EnginePlace, RankPlace, Wanted, place
+from megatron_fleet.cluster.placement import EnginePlace, PlacementRequest, RankPlace, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 
@@ -38,51 +38,51 @@ def engines_at(*places: tuple[str, tuple[int, ...]]) -> tuple[EnginePlace, ...]:
 
 
 def test_one_host_without_devices():
-    placed = place(inventory(0), Wanted(2, engines=2, tensor_parallel=2))
+    placed = place(inventory(0), PlacementRequest(2, engines=2, tensor_parallel=2))
     assert placed.ranks == ranks_at(("a", None), ("a", None))
     assert placed.engines == engines_at(("a", ()), ("a", ()))
     assert (placed.colocated, placed.transport) == (False, "shm")
-    assert place(inventory(0), Wanted(2, colocated=True)).colocated
+    assert place(inventory(0), PlacementRequest(2, colocated=True)).colocated
 
 
 def test_several_hosts_without_devices():
-    placed = place(inventory(0, 0), Wanted(3, engines=3))
+    placed = place(inventory(0, 0), PlacementRequest(3, engines=3))
     assert placed.ranks == ranks_at(("a", None), ("b", None), ("b", None))
     assert [engine.host for engine in placed.engines] == ["a", "b", "a"]
     assert placed.transport == "gloo"
     # Colocated engines stay with the ranks; the controller's own host is where the shared memory is.
-    placed = place(inventory(0, 0, b=(0, 1)), Wanted(2, engines=2, colocated=True))
+    placed = place(inventory(0, 0, b=(0, 1)), PlacementRequest(2, engines=2, colocated=True))
     assert {engine.host for engine in placed.engines} == {"b"}
     assert placed.transport == "gloo"
-    assert place(inventory(0, 0, a=(0, 1)), Wanted(2, engines=2, colocated=True)).transport == "shm"
+    assert place(inventory(0, 0, a=(0, 1)), PlacementRequest(2, engines=2, colocated=True)).transport == "shm"
 
 
 def test_colocated_is_the_default_on_devices_and_engines_sit_on_consecutive_ranks():
-    placed = place(inventory(4, 4), Wanted(8, engines=3, tensor_parallel=2))
+    placed = place(inventory(4, 4), PlacementRequest(8, engines=3, tensor_parallel=2))
     assert placed.ranks == ranks_at(*[("a", i) for i in range(4)], *[("b", i) for i in range(4)])
     assert placed.engines == engines_at(("a", (0, 1)), ("b", (0, 1)), ("a", (2, 3)))
     assert (placed.colocated, placed.transport) == (True, "cuda_ipc")
 
 
 def test_engines_with_devices_of_their_own():
-    placed = place(inventory(4, 2), Wanted(3, engines=2, colocated=False))
+    placed = place(inventory(4, 2), PlacementRequest(3, engines=2, colocated=False))
     assert placed.ranks == ranks_at(("a", 0), ("a", 1), ("a", 2))
     assert placed.engines == engines_at(("a", (3,)), ("b", (0,)))
     assert (placed.colocated, placed.transport) == (False, "nccl")
     # Two devices of one host: not the one that is left on the first.
-    assert place(inventory(4, 2), Wanted(3, 1, 2, colocated=False)).engines == engines_at(("b", (0, 1)))
+    assert place(inventory(4, 2), PlacementRequest(3, 1, 2, colocated=False)).engines == engines_at(("b", (0, 1)))
 
 
 def test_ranks_stay_where_they_were_started():
     # As srun with --distribution=cyclic starts them, on hosts of different sizes; the first host is the controller's.
-    placed = place(inventory(0, 4, 2, b=(0, 2, 4), c=(1, 3)), Wanted(5, engines=2, tensor_parallel=2))
+    placed = place(inventory(0, 4, 2, b=(0, 2, 4), c=(1, 3)), PlacementRequest(5, engines=2, tensor_parallel=2))
     assert placed.ranks == ranks_at(("b", 0), ("c", 0), ("b", 1), ("c", 1), ("b", 2))
     assert placed.engines == engines_at(("b", (0, 1)), ("c", (0, 1)))
 
 
 def test_devices_go_by_their_index_not_their_position():
     hosts = Inventory((Host("a", devices=gpus(5, 3, 6)),))
-    placed = place(hosts, Wanted(2, engines=1, colocated=False))
+    placed = place(hosts, PlacementRequest(2, engines=1, colocated=False))
     assert placed.ranks == ranks_at(("a", 5), ("a", 3))
     assert placed.engines == engines_at(("a", (6,)))
     assert hosts.visible_devices("a", (6, 5)) == "GPU-0006,GPU-0005"
@@ -90,17 +90,17 @@ def test_devices_go_by_their_index_not_their_position():
 
 def test_engines_without_a_trainer():
     config = load(["experiment=quickstart", "rollout.engine.replicas=3"])
-    placed = place(inventory(2, 1), Wanted.of_evaluation(config))
+    placed = place(inventory(2, 1), PlacementRequest.of_evaluation(config))
     assert (placed.ranks, placed.colocated) == ((), False)
     assert placed.engines == engines_at(("a", (0,)), ("b", (0,)), ("a", (1,)))
     with pytest.raises(UserError, match=r"3 × 1 GPUs do not fit into the 2 that there are \(2 on a\)"):
-        place(inventory(2), Wanted.of_evaluation(config))
+        place(inventory(2), PlacementRequest.of_evaluation(config))
 
 
 def test_the_keys_are_those_of_the_configuration():
     keys = ["parallel.tensor=2", "parallel.data=3", "rollout.engine.replicas=4", "rollout.engine.tensor_parallel=5"]
     config = load(["experiment=quickstart", *keys, "rollout.engine.colocated=true", "rollout.engine.transport=disk"])
-    assert Wanted.of(config) == Wanted(6, 4, 5, True, "disk")
+    assert PlacementRequest.of(config) == PlacementRequest(6, 4, 5, True, "disk")
 
 
 @pytest.mark.parametrize(("transport", "placed"), [("auto", "message"), ("own:transport", "own:transport")])
@@ -108,38 +108,58 @@ def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
     keys = ["policy.trainer=my:Trainer", "rollout.sampler=my:Sampler", f"rollout.engine.transport={transport}"]
     config = load(["experiment=quickstart", "parallel.data=2", *keys])
     assert config.ranks == 0
-    found = place(inventory(0), Wanted.of(config))
+    found = place(inventory(0), PlacementRequest.of(config))
     assert (found.ranks, found.colocated, found.transport) == ((), False, placed)
 
 
 @pytest.mark.parametrize(
     ("hosts", "wanted", "words"),
     [
-        (inventory(4, 4), Wanted(9), ["context × data = 9 ranks", "there are 8 (4 on a, 4 on b)"]),
-        (inventory(4, 4, a=(0, 1, 2)), Wanted(4), ["4 ranks are needed", "3 were started (a: 0, 1, 2; b: none)"]),
-        (inventory(0, a=(0, 1, 1)), Wanted(3), ["3 ranks are needed", "(a: 0, 1, 1)"]),
-        (inventory(0, a=(0, 2)), Wanted(2), ["(a: 0, 2)"]),
-        (inventory(2, 4, a=(0, 1, 2)), Wanted(3), ["3 ranks were started on host a, which has 2 GPUs"]),
-        (inventory(0, 2, a=(0,)), Wanted(1), ["1 ranks were started on host a, which has 0 GPUs"]),
+        (inventory(4, 4), PlacementRequest(9), ["context × data = 9 ranks", "there are 8 (4 on a, 4 on b)"]),
+        (
+            inventory(4, 4, a=(0, 1, 2)),
+            PlacementRequest(4),
+            ["4 ranks are needed", "3 were started (a: 0, 1, 2; b: none)"],
+        ),
+        (inventory(0, a=(0, 1, 1)), PlacementRequest(3), ["3 ranks are needed", "(a: 0, 1, 1)"]),
+        (inventory(0, a=(0, 2)), PlacementRequest(2), ["(a: 0, 2)"]),
+        (inventory(2, 4, a=(0, 1, 2)), PlacementRequest(3), ["3 ranks were started on host a, which has 2 GPUs"]),
+        (inventory(0, 2, a=(0,)), PlacementRequest(1), ["1 ranks were started on host a, which has 0 GPUs"]),
         (
             inventory(4, 4),
-            Wanted(6, 7),
+            PlacementRequest(6, 7),
             ["replicas × tensor_parallel = 7 × 1", "6 that the ranks have", "colocated=auto (4 on a, 2 on b)"],
         ),
-        (inventory(4, 4), Wanted(8, 1, 8), ["1 × 8", "several hosts", "rollout.engine.tensor_parallel"]),
+        (inventory(4, 4), PlacementRequest(8, 1, 8), ["1 × 8", "several hosts", "rollout.engine.tensor_parallel"]),
         (
             inventory(4, 4),
-            Wanted(8, 1, colocated=False),
+            PlacementRequest(8, 1, colocated=False),
             ["0 that the ranks leave free", "rollout.engine.colocated=false"],
         ),
-        (inventory(3, 3), Wanted(2, 3, 2, colocated=False), ["3 × 2 GPUs", "4 that the ranks leave free"]),
-        (inventory(0), Wanted(1, transport="cuda_ipc"), ["transport=cuda_ipc", "CPUs of 1 host", "auto or disk"]),
-        (inventory(0), Wanted(1, transport="nccl"), ["transport=nccl", "CPUs of 1 host"]),
-        (inventory(0, 0), Wanted(2, transport="shm"), ["transport=shm works with CPUs of one host", "2 hosts"]),
-        (inventory(2), Wanted(2, transport="nccl"), ["transport=nccl", "rollout.engine.colocated=false", "shared"]),
-        (inventory(2), Wanted(1, colocated=False, transport="cuda_ipc"), ["transport=cuda_ipc", "not shared"]),
-        (inventory(2), Wanted(1, transport="gloo"), ["transport=gloo works with CPUs"]),
-        (inventory(2), Wanted(1, transport="shm"), ["transport=shm"]),
+        (inventory(3, 3), PlacementRequest(2, 3, 2, colocated=False), ["3 × 2 GPUs", "4 that the ranks leave free"]),
+        (
+            inventory(0),
+            PlacementRequest(1, transport="cuda_ipc"),
+            ["transport=cuda_ipc", "CPUs of 1 host", "auto or disk"],
+        ),
+        (inventory(0), PlacementRequest(1, transport="nccl"), ["transport=nccl", "CPUs of 1 host"]),
+        (
+            inventory(0, 0),
+            PlacementRequest(2, transport="shm"),
+            ["transport=shm works with CPUs of one host", "2 hosts"],
+        ),
+        (
+            inventory(2),
+            PlacementRequest(2, transport="nccl"),
+            ["transport=nccl", "rollout.engine.colocated=false", "shared"],
+        ),
+        (
+            inventory(2),
+            PlacementRequest(1, colocated=False, transport="cuda_ipc"),
+            ["transport=cuda_ipc", "not shared"],
+        ),
+        (inventory(2), PlacementRequest(1, transport="gloo"), ["transport=gloo works with CPUs"]),
+        (inventory(2), PlacementRequest(1, transport="shm"), ["transport=shm"]),
     ],
 )
 def test_refusal(hosts, wanted, words):
@@ -162,7 +182,7 @@ def inventories(draw: st.DrawFn) -> Inventory:
 
 
 wishes = st.builds(
-    Wanted,
+    PlacementRequest,
     ranks=st.integers(1, 8),
     engines=st.integers(1, 6),
     tensor_parallel=st.integers(1, 4),
@@ -173,7 +193,7 @@ wishes = st.builds(
 
 @settings(max_examples=500)  # most of them do not fit
 @given(inventories(), wishes)
-def test_any_placement_is_sound(hosts: Inventory, wanted: Wanted):
+def test_any_placement_is_sound(hosts: Inventory, wanted: PlacementRequest):
     try:
         placed = place(hosts, wanted)
     except UserError as error:
@@ -205,7 +225,7 @@ def test_any_placement_is_sound(hosts: Inventory, wanted: Wanted):
 
 @settings(max_examples=500)  # most of them do not fit
 @given(inventories(), wishes)
-def test_disk_works_wherever_the_rest_fits(hosts: Inventory, wanted: Wanted):
+def test_disk_works_wherever_the_rest_fits(hosts: Inventory, wanted: PlacementRequest):
     try:
         place(hosts, replace(wanted, transport="auto"))
     except UserError:
@@ -216,18 +236,18 @@ def test_disk_works_wherever_the_rest_fits(hosts: Inventory, wanted: Wanted):
 def test_engines_go_only_where_ray_is_and_ranks_only_where_they_may():
     controller = Host("a", "10.0.0.0", ranks=(), rollout=False)
     nodes = Host("b", "10.0.0.1"), Host("c", "10.0.0.2")
-    placed = place(Inventory((controller, *nodes)), Wanted(2, engines=2))
+    placed = place(Inventory((controller, *nodes)), PlacementRequest(2, engines=2))
     assert placed.ranks == ranks_at(("b", None), ("c", None))
     assert [engine.host for engine in placed.engines] == ["b", "c"]
     with_gpus = Inventory((controller, *(replace(node, devices=gpus(0, 1)) for node in nodes)))
-    placed = place(with_gpus, Wanted(3, engines=3))
+    placed = place(with_gpus, PlacementRequest(3, engines=3))
     assert placed.ranks == ranks_at(("b", 0), ("b", 1), ("c", 0))
     assert placed.engines == engines_at(("b", (0,)), ("c", (0,)), ("b", (1,)))
     # Ranks that others have started, on a host that did not join.
     elsewhere = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", ranks=(0,), rollout=False)))
-    assert place(elsewhere, Wanted(1)).engines == engines_at(("a", ()))
+    assert place(elsewhere, PlacementRequest(1)).engines == engines_at(("a", ()))
     with pytest.raises(UserError, match=r"share the hosts of the ranks \(b\).*run `mfleet node` there"):
-        place(elsewhere, Wanted(1, colocated=True))
+        place(elsewhere, PlacementRequest(1, colocated=True))
     one = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", gpus(0), ranks=(0,), rollout=False)))
     with pytest.raises(UserError, match=r"1 × 1 GPUs do not fit into the 0 that the ranks have .*\(0 on a\)"):
-        place(one, Wanted(1))
+        place(one, PlacementRequest(1))

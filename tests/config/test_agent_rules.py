@@ -9,7 +9,7 @@ pytest.importorskip("hydra")
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import preflight
+from megatron_fleet.preflight import checks
 
 
 def test_step_wise_without_thinking_is_explained():
@@ -39,4 +39,4 @@ def test_values_out_of_range_are_refused(override):
 def test_a_missing_file_of_prompts_is_refused_before_anything_starts(tmp_path):
     config = load(["experiment=quickstart", f"run.out={tmp_path}", f"agent.prompts={tmp_path}/own.yaml"])
     with pytest.raises(UserError, match=r"own\.yaml cannot be read .*; correct agent\.prompts"):
-        preflight.check(config)
+        checks.check_training(config)

@@ -17,7 +17,7 @@ from megatron_fleet.config.keys import leaves
 from megatron_fleet.config.load import load as load_config
 from megatron_fleet.config.names import is_path
 from megatron_fleet.envs.registry import KINDS
-from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part, interface
+from megatron_fleet.preflight.own_parts import OWN_PARTS, check_own_part, interface
 from megatron_fleet.rollout.sampler import SAMPLERS
 from megatron_fleet.trainer.registry import TRAINERS
 

@@ -13,13 +13,13 @@ from waiting import HANG_S
 
 from megatron_fleet.cluster.inventory import nvidia_devices
 from megatron_fleet.cluster.janitor import Janitor
+from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.cluster.launcher import LocalRanks
-from megatron_fleet.cluster.nodes import RanksOfHost
 from megatron_fleet.config.secrets import STORE, only_secrets, secrets, wandb_key, without_secrets
 from megatron_fleet.config.sections.env import EnvConfig
-from megatron_fleet.envs.registry import Start, serve
-from megatron_fleet.loop.own_parts import check_own_part
-from megatron_fleet.tuning.precision import Candidate, _trial
+from megatron_fleet.envs.registry import ServerStart, serve
+from megatron_fleet.preflight.own_parts import check_own_part
+from megatron_fleet.tuning.tune_precision import Candidate, _trial
 
 SECRETS = (
     *("WANDB_API_KEY", "WANDB_API_KEY_TOOL_USE", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"),
@@ -115,7 +115,7 @@ def test_short_children_and_the_janitor_get_none(monkeypatch, tmp_path, start):
         if start == "own part":
             check_own_part("env.kind", "some.module:name", str(python))
         elif start == "fleet's package":
-            serve(Start(EnvConfig(kind="fleet"), tmp_path / "log", str(python), seed=0))
+            serve(ServerStart(EnvConfig(kind="fleet"), tmp_path / "log", str(python), seed=0))
         elif start == "nvidia-smi":
             assert nvidia_devices(dict(os.environ) | {"PATH": str(tmp_path)}) == ()
         else:

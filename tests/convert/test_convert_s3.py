@@ -129,7 +129,7 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
     import hashlib
 
     from megatron_fleet.config.remote_model import BucketModel
-    from megatron_fleet.weights import bucket
+    from megatron_fleet.weights.fetch import object_store
 
     model = upload(made("qwen3"), f"{url}/model")
     root = write_foreign(tmp_path / "run", megatron_tensors(made("qwen3"), False))
@@ -137,7 +137,7 @@ def test_a_run_on_s3_finds_its_model(url, made, convert, tmp_path):
     shutil.copytree(root / "iter_0000100", step)
     listed = {n: {"bytes": len(d), "sha256": hashlib.sha256(d).hexdigest()} for n, d in files(step).items()}
     (step / "manifest.json").write_text(json.dumps({"format": 1, "step": 3, "files": listed}))
-    pinned = str(bucket.look_up(BucketModel(model)).model)
+    pinned = str(object_store.look_up(BucketModel(model)).model)
     (tmp_path / "mine" / "config.json").write_text(json.dumps({"model": {"path": pinned}}))
     run = upload(tmp_path / "mine", f"{url}/mine")
     assert convert("to-hf", f"{run}/checkpoints/step_000003", tmp_path / "out")[0] == 0

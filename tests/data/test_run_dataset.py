@@ -11,8 +11,8 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.dataset import load_tasks, run_dataset, save_manifest
 from megatron_fleet.data.split import SplitManifest
-from megatron_fleet.loop.evaluate import chosen_tasks
-from megatron_fleet.loop.start import load_data
+from megatron_fleet.evaluation.eval_command import chosen_tasks
+from megatron_fleet.loop.run_tasks import load_data
 
 
 @pytest.fixture

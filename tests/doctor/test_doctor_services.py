@@ -24,7 +24,7 @@ from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import load
 from megatron_fleet.doctor import model, services
 from megatron_fleet.doctor.probe import ProbeContext, Result, ask
-from megatron_fleet.weights.remote import fetch
+from megatron_fleet.weights.fetch.cache import fetch
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 KEY, WRONG = "0" * 40, "f" * 40

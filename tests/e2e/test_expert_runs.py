@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,9 @@ from whole_runs import Run
 from megatron_fleet.embedded_fleet.tasks import generate
 from megatron_fleet.models.chat.detection import FORMATS
 from megatron_fleet.models.chat.tokenizer import train_tokenizer
-from megatron_fleet.tuning.warmstart import corpus
+
+sys.path.append(str(Path(__file__).parents[2] / "tools"))
+from make_tiny import corpus
 
 pytestmark = pytest.mark.slow
 

@@ -11,7 +11,7 @@ from served_models import served_config
 from tiny_configs import raw_config
 from whole_runs import Run
 
-from megatron_fleet.loop.preflight import _has_amx
+from megatron_fleet.preflight.checks import _has_amx
 
 pytestmark = [pytest.mark.slow, pytest.mark.nightly(minutes=1)]
 

@@ -26,7 +26,7 @@ from megatron_fleet.envs import fleet as fleet_module
 from megatron_fleet.envs import fleet_package
 from megatron_fleet.envs.base import EnvBusy, EnvLost, Image, ToolCall
 from megatron_fleet.envs.fleet_package import load_fleet_task_env
-from megatron_fleet.envs.registry import Start, make_environment, serve
+from megatron_fleet.envs.registry import ServerStart, make_environment, serve
 
 STAND_IN = Path(__file__).parent / "fleet_stand_in"
 REAL = any(Path(folder, "envs", "fleet_env").is_dir() for folder in sys.path)
@@ -342,9 +342,9 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch):
 def test_a_run_asks_the_workers_interpreter_first(tmp_path, monkeypatch):
     monkeypatch.setenv("FLEET_API_KEY", "key")
     folder = FLEET.package if not REAL else os.environ["PYTHONPATH"].partition(":")[0]
-    start = Start(EnvConfig(kind="fleet", fleet=FleetConfig(package=folder)), tmp_path / "log", sys.executable, 0)
+    start = ServerStart(EnvConfig(kind="fleet", fleet=FleetConfig(package=folder)), tmp_path / "log", sys.executable, 0)
     assert serve(start).url == ""
-    start = Start(
+    start = ServerStart(
         EnvConfig(kind="fleet", fleet=FleetConfig(package=str(tmp_path))), tmp_path / "log", sys.executable, 0
     )
     with pytest.raises(UserError, match="no envs/fleet_env"):

@@ -11,7 +11,7 @@ from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.data.source import read_source
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import ToolCall
-from megatron_fleet.envs.registry import Start, make_environment, serve
+from megatron_fleet.envs.registry import ServerStart, make_environment, serve
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 OWN = EnvConfig(kind="my_environment:HigherLower")
@@ -39,7 +39,7 @@ async def play(first: int, last: int) -> tuple[float | None, int]:
 
 
 async def test_it_is_played_as_any_other(tmp_path):
-    assert serve(Start(OWN, tmp_path / "log", "python", 0)).url == ""
+    assert serve(ServerStart(OWN, tmp_path / "log", "python", 0)).url == ""
     value, guesses = await play(1, 100)
     assert value == 1.0 and 1 <= guesses <= 7
     value, guesses = await play(101, 200)

@@ -21,8 +21,8 @@ from megatron_fleet.data.task import Task
 from megatron_fleet.envs.fleet import _fleet_task
 from megatron_fleet.envs.openenv_tools import final_arguments, reset_arguments
 from megatron_fleet.envs.python import check_reward
-from megatron_fleet.envs.registry import Start, make_environment, serve
-from megatron_fleet.loop.own_parts import check_own_part
+from megatron_fleet.envs.registry import ServerStart, make_environment, serve
+from megatron_fleet.preflight.own_parts import check_own_part
 
 SECRET = "forty-two thousand"
 TASK = Task("q1", "How many?", "questions", env_variables={"UNIT": "apples"}, answer=SECRET)
@@ -59,7 +59,7 @@ async def verify(config: EnvConfig, final_answer: str | None, *turns: str):
 
 
 async def test_the_reward_is_what_the_function_returns(env, tmp_path):
-    assert serve(Start(env("score"), tmp_path / "log", "python", 0)).url == ""
+    assert serve(ServerStart(env("score"), tmp_path / "log", "python", 0)).url == ""
     assert (await verify(env("score"), SECRET)).value == 1.0
     assert (await verify(env("score"), "7")).value == 0.25
     assert (await verify(env("later"), "four")).value == 4.0

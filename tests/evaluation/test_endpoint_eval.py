@@ -19,7 +19,7 @@ from waiting import HANG_S, wait_until
 from megatron_fleet.cli import main
 from megatron_fleet.data.dataset import load_tasks
 from megatron_fleet.embedded_fleet.tasks import SHIPPED_TASKS
-from megatron_fleet.loop.evaluate import read_config
+from megatron_fleet.evaluation.eval_command import read_config
 from megatron_fleet.telemetry.shards import Shard
 
 KEY = "sk-not-to-be-seen"

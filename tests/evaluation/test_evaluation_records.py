@@ -11,8 +11,8 @@ from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.config.load import load
 from megatron_fleet.config.sections.logging import TrajectoriesConfig
 from megatron_fleet.envs.base import Image
+from megatron_fleet.evaluation.episode_records import EpisodeRecords
 from megatron_fleet.evaluation.evaluator import Evaluation
-from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.loop.records import Records
 from megatron_fleet.models.images import digest
 from megatron_fleet.rollout.requests import Accounting

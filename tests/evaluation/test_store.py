@@ -12,9 +12,9 @@ from megatron_fleet.agents.trajectory import Outcome, Span, Trajectory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.eval_command import play
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
-from megatron_fleet.loop.evaluate import play
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.requests import EpisodeSpec
 

@@ -4,22 +4,23 @@ import pytest
 
 from megatron_fleet.cluster import inventory
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop import dry_run, preflight
+from megatron_fleet.loop import dry_run
 from megatron_fleet.loop.dry_run import describe, draw
+from megatron_fleet.preflight import checks
 
 GPUS = tuple(Device(i, f"GPU-{i}", "NVIDIA H100 80GB HBM3", 85520809984) for i in range(2))
 
 
-def drawn(wanted: Wanted, *hosts: Host) -> str:
+def drawn(wanted: PlacementRequest, *hosts: Host) -> str:
     there = Inventory(hosts)
     return "\n".join(draw(there, place(there, wanted)))
 
 
 def test_colocated_on_two_hosts():
-    assert drawn(Wanted(4, 2, 2), Host("node1", "10.0.0.1", GPUS), Host("node-two", "10.0.0.12", GPUS)) == (
+    assert drawn(PlacementRequest(4, 2, 2), Host("node1", "10.0.0.1", GPUS), Host("node-two", "10.0.0.12", GPUS)) == (
         "┌ node1 (10.0.0.1) ──────────────────────────────────────┐\n"
         "│ GPU 0  NVIDIA H100 80GB HBM3, 80 GiB  rank 0  engine 0 │\n"
         "│ GPU 1  NVIDIA H100 80GB HBM3, 80 GiB  rank 1  engine 0 │\n"
@@ -34,7 +35,7 @@ def test_colocated_on_two_hosts():
 
 def test_a_host_without_devices_that_has_a_long_name():
     name = "a-very-long-name-of-a-host.in.some.cluster"
-    assert drawn(Wanted(3, 2), Host(name)) == (
+    assert drawn(PlacementRequest(3, 2), Host(name)) == (
         "┌ a-very-long-name-of-a-host.in.some.cluster (127.0.0.1) ┐\n"
         "│ CPU    ranks 0–2  engines 0–1                          │\n"
         "└────────────────────────────────────────────────────────┘\n"
@@ -44,7 +45,9 @@ def test_a_host_without_devices_that_has_a_long_name():
 
 def test_a_device_that_nobody_uses_and_a_host_without_any():
     text = drawn(
-        Wanted(1, 1, colocated=False), Host("head"), Host("node1", devices=(*GPUS, Device(2, "u", "H", 1 << 30)))
+        PlacementRequest(1, 1, colocated=False),
+        Host("head"),
+        Host("node1", devices=(*GPUS, Device(2, "u", "H", 1 << 30))),
     )
     rows = [line.strip("│ ").split("  ") for line in text.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [
@@ -82,7 +85,7 @@ def two_gpus(tmp_path, monkeypatch):
 
 
 def checked(*overrides: str) -> None:
-    preflight.check(load(["experiment=quickstart", "rollout.engine.colocated=true", *overrides]))
+    checks.check_training(load(["experiment=quickstart", "rollout.engine.colocated=true", *overrides]))
 
 
 def test_preflight_compares_with_the_devices_that_are_there(two_gpus):
@@ -100,9 +103,9 @@ def test_preflight_compares_with_the_devices_that_are_there(two_gpus):
 
 def test_preflight_of_an_evaluation_looks_at_engines_alone(two_gpus):
     keys = ["experiment=quickstart", "parallel.data=4", "rollout.engine.colocated=true"]
-    preflight.check_evaluation(load([*keys, "rollout.engine.replicas=2"]))
+    checks.check_evaluation(load([*keys, "rollout.engine.replicas=2"]))
     with pytest.raises(UserError, match=r"= 3 × 1 GPUs do not fit into the 2 that there are"):
-        preflight.check_evaluation(load([*keys, "rollout.engine.replicas=3"]))
+        checks.check_evaluation(load([*keys, "rollout.engine.replicas=3"]))
 
 
 def test_the_controller_is_no_rank(monkeypatch):

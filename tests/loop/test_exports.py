@@ -16,13 +16,13 @@ from s3_server import BUCKET, found_by_boto3
 from test_training import Run
 from waiting import HANG_S, wait_until
 
+from megatron_fleet.checkpoint import exports as module
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints
+from megatron_fleet.checkpoint.exports import Exports, open_exports, upload, wanted
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.config.validate import check
-from megatron_fleet.loop import exports as module
-from megatron_fleet.loop.exports import Exports, open_exports, upload, wanted
 from megatron_fleet.storage.open import open_folder
 
 PROGRAM = (sys.executable, str(Path(__file__).with_name("export_program.py")))

@@ -12,7 +12,7 @@ from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.data.dataset import run_dataset
-from megatron_fleet.loop.start import in_steps
+from megatron_fleet.loop.run_tasks import in_steps
 
 EPOCHS = ["run.steps=null", "rollout.prompts_per_step=30"]
 

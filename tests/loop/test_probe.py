@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron_fleet.loop.weights import SEQUENCES, TOKENS, compare, probe_data
+from megatron_fleet.loop.engine_weights import SEQUENCES, TOKENS, compare, probe_data
 from megatron_fleet.rollout.requests import RolloutFailed
 
 

@@ -15,10 +15,10 @@ from waiting import until
 
 from megatron_fleet import cli
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
+from megatron_fleet.checkpoint.resume_point import set_aside
 from megatron_fleet.checkpoint.store import RunStore
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.start import set_aside
 from megatron_fleet.loop.stopping import Stopped
 from megatron_fleet.telemetry.registry import METRICS
 from megatron_fleet.trainer.base import TrainerLost

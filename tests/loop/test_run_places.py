@@ -14,9 +14,9 @@ from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
+from megatron_fleet.cluster.joined_nodes import NodeRanks, RanksOfHost, host_to_plain
 from megatron_fleet.cluster.launcher import ExternalRanks, LocalRanks
-from megatron_fleet.cluster.nodes import NodeRanks, RanksOfHost, host_to_plain
-from megatron_fleet.cluster.placement import Wanted, place, ranks_by_host
+from megatron_fleet.cluster.placement import PlacementRequest, place, ranks_by_host
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.loop.hosts import open_hosts
@@ -67,7 +67,7 @@ async def opened(config: Config, address: str, *hellos: tuple[str, object]) -> t
     """The inventory that comes of what is said, and the starter of the ranks."""
     dialling = [asyncio.create_task(say(address, *hello)) for hello in hellos]
     async with open_hosts(config, TOKEN) as hosts:
-        starter = hosts.starter(config, place(hosts.inventory, Wanted.of(config)))
+        starter = hosts.starter(config, place(hosts.inventory, PlacementRequest.of(config)))
         for writer in await asyncio.gather(*dialling):
             writer.close()
     return hosts.inventory, starter
@@ -117,10 +117,10 @@ async def test_a_missing_rank_is_named(tmp_path, address, monkeypatch):
 
 def test_ranks_get_the_devices_of_their_places_in_order():
     inventory = Inventory((Host("a", "10.0.0.1", GPUS), Host("b", "10.0.0.2", GPUS)))
-    placement = place(inventory, Wanted(4, engines=1))
+    placement = place(inventory, PlacementRequest(4, engines=1))
     assert ranks_by_host(placement, inventory, threads=3) == {
         "a": RanksOfHost((0, 1, 2), 4, 3, "GPU-2,GPU-0,GPU-1"),
         "b": RanksOfHost((3,), 4, 3, "GPU-2"),
     }
     alone = Inventory((Host("a"),))
-    assert ranks_by_host(place(alone, Wanted(2)), alone, 1) == {"a": RanksOfHost((0, 1), 2, 1)}
+    assert ranks_by_host(place(alone, PlacementRequest(2)), alone, 1) == {"a": RanksOfHost((0, 1), 2, 1)}

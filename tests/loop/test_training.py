@@ -16,14 +16,15 @@ from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
 from megatron_fleet.agents.trajectory import Outcome
+from megatron_fleet.checkpoint.resume_point import open_checkpoints, set_aside
+from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.loop.attempt import open_attempts
-from megatron_fleet.loop.saves import Saves
-from megatron_fleet.loop.start import in_steps, load_data, open_checkpoints, set_aside
+from megatron_fleet.loop.engine_weights import EngineWeights
+from megatron_fleet.loop.run_tasks import in_steps, load_data
 from megatron_fleet.loop.stopping import StopRequest
 from megatron_fleet.loop.train import Training, until_lost
-from megatron_fleet.loop.weights import EngineWeights
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.shards import Shard

@@ -10,7 +10,7 @@ from waiting import LOOP_TIME, in_simulated_time
 
 from megatron_fleet.config.load import load
 from megatron_fleet.loop import batches
-from megatron_fleet.loop.start import load_data
+from megatron_fleet.loop.run_tasks import load_data
 
 OVERRIDES = ("experiment=quickstart", "rollout.prompts_per_step=4", "rollout.samples_per_prompt=4", "run.steps=9")
 AHEAD = ("algorithm=importance_weighted", "rollout.max_staleness=1")

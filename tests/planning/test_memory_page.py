@@ -14,7 +14,7 @@ import memory_page
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
 from megatron_fleet.planning.memory.check import check_memory
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import H100_BYTES
 
 

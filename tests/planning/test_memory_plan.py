@@ -17,21 +17,21 @@ pytest.importorskip("hydra")
 from megatron_fleet import cli
 from megatron_fleet.cluster import inventory
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.config.schema import ParallelConfig
-from megatron_fleet.loop import preflight
 from megatron_fleet.loop.colocation import Phase
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.planning.memory import check as memory_check
-from megatron_fleet.planning.memory import engine as engine_memory
+from megatron_fleet.planning.memory import engine_memory as engine_memory
 from megatron_fleet.planning.memory import phases
 from megatron_fleet.planning.memory.check import check_memory, describe_memory, host_bytes
-from megatron_fleet.planning.memory.engine import GIB
+from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import H100_BYTES, RESERVE, run_memory, trainer_memory
 from megatron_fleet.planning.shapes import shape_of
+from megatron_fleet.preflight import checks
 from megatron_fleet.weights.extend import extended
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
@@ -87,9 +87,9 @@ def test_an_experiment_fits_its_gpus(name):
     _, gpus, size = EXPERIMENTS[name]
     config = composed(name)
     validate.check(config)
-    preflight._layout(config, hf_config(name))
+    checks._layout(config, hf_config(name))
     devices = tuple(Device(i, f"GPU-{i}", "H100", size) for i in range(gpus))
-    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), Wanted.of(config))
+    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), PlacementRequest.of(config))
     assert placed.colocated and placed.transport == "cuda_ipc"
     assert {d for engine in placed.engines for d in engine.devices} == set(range(gpus))
     memory = run_memory(config, hf_config(name), size)
@@ -152,7 +152,7 @@ def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(inventory, "cuda_is_installed", lambda: True)
-    monkeypatch.setattr(preflight, "host_bytes", lambda: HOST_GIB * GIB)
+    monkeypatch.setattr(checks, "host_bytes", lambda: HOST_GIB * GIB)
     keys = [f"experiment={name}", f"model.path={model}", f"run.out={tmp_path / 'out'}"]
     # vLLM's build for CPUs has no routing replay.
     keys += ["rollout.engine.routing_replay=false", *(EMBEDDED if "fleet" in name else ())]
@@ -160,7 +160,7 @@ def test_dry_run_shows_the_memory(name, tmp_path, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert f"rank {gpus - 1}" in text and "# memory" in text
     assert f"together, of {size / GIB:.1f}" in text and "KV cache of an engine" in text
-    monkeypatch.setattr(preflight, "host_bytes", lambda: GIB)
+    monkeypatch.setattr(checks, "host_bytes", lambda: GIB)
     assert cli.main(["train", "--dry-run", *keys]) == 2
     assert "GiB of host memory, and the host has 1 GiB; " in capsys.readouterr().err
 

@@ -24,9 +24,9 @@ from megatron_fleet.config.schema import ClusterConfig
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.layout import validate
 from megatron_fleet.planning import training
-from megatron_fleet.planning.commands import KINDS
 from megatron_fleet.planning.hardware import GPUS, other_kind
 from megatron_fleet.planning.plan import make_plan
+from megatron_fleet.planning.plan_command import KINDS
 from megatron_fleet.planning.rollout import SEQUENCE_S, STEP_S, Engine
 from megatron_fleet.planning.search import layouts, search
 from megatron_fleet.planning.shapes import KNOWN, shape_of

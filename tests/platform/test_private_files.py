@@ -14,9 +14,10 @@ pytest.importorskip("hydra")
 from waiting import HANG_S
 
 from megatron_fleet import cli
-from megatron_fleet.loop import evaluate, preflight
+from megatron_fleet.evaluation import eval_command as evaluation
 from megatron_fleet.loop import main as training
 from megatron_fleet.platform.processes import private_files
+from megatron_fleet.preflight import checks
 from megatron_fleet.storage.local import write_atomically
 
 
@@ -63,8 +64,8 @@ def test_logs_follow_the_mask(tmp_path):
 @pytest.mark.parametrize("shared", ["false", "true"])
 def test_commands_that_write_runs(tmp_path, monkeypatch, command, shared):
     masks = []
-    monkeypatch.setattr(preflight, "check", lambda *_: None)
-    for module in (training, evaluate):
+    monkeypatch.setattr(checks, "check_training", lambda *_: None)
+    for module in (training, evaluation):
         monkeypatch.setattr(module, "main", lambda *_: masks.append(os.umask(0o027)) or 0)
     assert cli.main([command, "experiment=quickstart", "--out", str(tmp_path / "out"), f"run.shared={shared}"]) == 0
     assert masks == [0o027 if shared == "true" else 0o077]
@@ -74,7 +75,7 @@ def test_a_saved_traceback_is_private_and_an_old_folder_stays_as_it_is(tmp_path,
     def fail(*_):
         raise RuntimeError("what failed")
 
-    monkeypatch.setattr(preflight, "check", fail)
+    monkeypatch.setattr(checks, "check_training", fail)
     (tmp_path / "old").mkdir()
     for name in ("old", "new"):
         assert cli.main(["train", "experiment=quickstart", "--out", str(tmp_path / name)]) == 1

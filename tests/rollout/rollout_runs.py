@@ -13,7 +13,7 @@ from typing import Any
 
 from local_sender import FolderWeights, LocalSender
 
-from megatron_fleet.agents.engine import Engine, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Engine, Generation, SamplingParams
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.dataset import load_tasks

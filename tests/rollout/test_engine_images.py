@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from waiting import HANG_S
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import PlacedImage, digest
 from megatron_fleet.rollout.engine_client import connect

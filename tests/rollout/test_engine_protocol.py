@@ -10,7 +10,7 @@ import pytest
 from held_ports import held_ports
 from waiting import HANG_S, until
 
-from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.rollout import engine_client
 from megatron_fleet.rollout.engine_client import FAR_REQUESTS, _Replica, connect

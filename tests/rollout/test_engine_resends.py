@@ -18,7 +18,7 @@ from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
 from megatron_fleet.config.load import load
-from megatron_fleet.loop.weights import EngineWeights
+from megatron_fleet.loop.engine_weights import EngineWeights
 from megatron_fleet.rollout.engine_slot import EngineGroup
 from megatron_fleet.trainer.base import AdamParams, TrainerLost
 from megatron_fleet.weight_sync.cuda_ipc.controller import CudaIpcTransport

@@ -14,7 +14,7 @@ from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, pause
 from rollout_config import rollout_config
 from waiting import HANG_S
 
-from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import PlacedImage
 from megatron_fleet.rollout.requests import RolloutFailed

@@ -26,7 +26,7 @@ from megatron_fleet.config.schema import EnvConfig
 from megatron_fleet.envs import embedded_server as fleets
 from megatron_fleet.envs import registry
 from megatron_fleet.envs.embedded_server import EmbeddedFleet
-from megatron_fleet.envs.registry import Start, no_answer
+from megatron_fleet.envs.registry import ServerStart, no_answer
 from megatron_fleet.rollout import components
 from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import EnvironmentSlot
@@ -65,7 +65,7 @@ def fake(monkeypatch):
 
 
 def slot(on_return=None, **env) -> EnvironmentSlot:
-    return EnvironmentSlot(Start(EnvConfig(**env), Path("env.log"), "python", 0), on_return)
+    return EnvironmentSlot(ServerStart(EnvConfig(**env), Path("env.log"), "python", 0), on_return)
 
 
 async def test_a_server_that_died_is_used_again_when_everybody_knows_that_it_is_back(fake):
@@ -251,7 +251,9 @@ async def test_environments_elsewhere_are_asked_and_hosted_ones_are_not(monkeypa
     monkeypatch.setattr(components, "PROBE_TIMEOUT_S", HANG_S)
     with held_ports(1) as (port,):
         with answering(200, port) as url:
-            environments = EnvironmentSlot(Start(EnvConfig(kind="openenv", url=url), tmp_path / "env.log", "python", 0))
+            environments = EnvironmentSlot(
+                ServerStart(EnvConfig(kind="openenv", url=url), tmp_path / "env.log", "python", 0)
+            )
             assert await environments.start() == url and await environments.available() is None
         assert "not reachable" in await environments.available()
     await environments.close()

@@ -12,9 +12,9 @@ pytest.importorskip("ray")
 
 import ray
 
-from megatron_fleet.cluster import node
+from megatron_fleet.cluster import node_process
 from megatron_fleet.cluster.inventory import Host
-from megatron_fleet.cluster.nodes import RayHead
+from megatron_fleet.cluster.joined_nodes import RayHead
 from megatron_fleet.rollout import ray_local
 
 MEMORY, NICENESS = "RAY_memory_monitor_refresh_ms", "RAY_worker_niceness"
@@ -68,7 +68,7 @@ def test_a_users_token_is_sent_to_an_existing_cluster_unless_the_user_says_other
 
 def test_rays_monitor_of_memory_is_off_on_other_hosts(monkeypatch, tmp_path):
     spawned = []
-    monkeypatch.setattr(node, "spawn", lambda command, environment, log: spawned.append(environment))
-    member = node.Node(Host("b", "10.0.0.2", ()), tmp_path, io.BytesIO())
+    monkeypatch.setattr(node_process, "spawn", lambda command, environment, log: spawned.append(environment))
+    member = node_process.Node(Host("b", "10.0.0.2", ()), tmp_path, io.BytesIO())
     member._start_ray(RayHead("10.0.0.1:6379", {"RAY_AUTH_TOKEN": "t"}, str(tmp_path), "run"))
     assert (spawned[0][MEMORY], spawned[0][NICENESS], spawned[0]["RAY_AUTH_TOKEN"]) == ("0", "0", "t")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from waiting import HANG_S
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.data.task import Task
 from megatron_fleet.rollout.collection import Collection
 from megatron_fleet.rollout.engine_actor import _routing, _vllm_params

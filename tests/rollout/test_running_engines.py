@@ -20,7 +20,7 @@ from rollout_runs import TIMEOUT_S, engine_of, running, starting_core
 from tiny_model import greedy_continuation, write_tiny_model
 from waiting import wait_until
 
-from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
 from megatron_fleet.cluster import restarts
 from megatron_fleet.rollout import components
 from megatron_fleet.weight_sync.shm.board import SUMMED

@@ -22,7 +22,7 @@ from rollout_runs import TIMEOUT_S, engine_of, request, running, sampled_tokens
 from tiny_model import greedy_continuation, write_tiny_model
 from waiting import wait_until
 
-from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
 from megatron_fleet.cluster.janitor import marked
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from rollout_config import rollout_config
 from tiny_model import write_tiny_model
 
 from megatron_fleet.agents.builder import TrajectoryBuilder
-from megatron_fleet.agents.engine import EngineLost, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
 from megatron_fleet.rollout import engine_actor
 from megatron_fleet.rollout.engine_actor import EngineActor
 from megatron_fleet.rollout.engine_arguments import environment

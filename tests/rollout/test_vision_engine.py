@@ -21,7 +21,7 @@ if not (Path(sys.prefix) / "torchvision").is_dir():
 
 from tiny_vision_model import SIDE, noise, reference_logprobs, with_images, write_tiny_vision_model
 
-from megatron_fleet.agents.engine import SamplingParams
+from megatron_fleet.agents.token_engine import SamplingParams
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import digest, read_vision
 from megatron_fleet.rollout.engine_client import connect

@@ -10,7 +10,7 @@ from waiting import LOOP_TIME, in_simulated_time, until
 
 pytest.importorskip("openenv")
 
-from megatron_fleet.agents.engine import EngineLost, EngineRefused, Generation
+from megatron_fleet.agents.token_engine import EngineLost, EngineRefused, Generation
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AgentConfig, EngineConfig, EnvConfig, RolloutConfig, SamplingConfig

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from megatron_fleet.cli import main
 from megatron_fleet.config.load import ROOT, load
 from megatron_fleet.trainer.precision import Machine
-from megatron_fleet.tuning import precision, search
-from megatron_fleet.tuning.precision import PrecisionCandidate, PrecisionReport, candidates
+from megatron_fleet.tuning import search, tune_precision
 from megatron_fleet.tuning.trial import random_micro_batch
 from megatron_fleet.tuning.truncate import truncate, truncated_config
+from megatron_fleet.tuning.tune_precision import PrecisionCandidate, PrecisionReport, candidates
 from megatron_fleet.weights.hf_model import open_model
 
 TINY = ROOT / "assets" / "tiny"
@@ -112,16 +112,16 @@ def report(weights=True, **seconds):
 )
 def test_what_is_recommended(found, text):
     assert text in found.recommendation()
-    assert found.recommendation() in precision.to_text(found)
+    assert found.recommendation() in tune_precision.to_text(found)
 
 
 @pytest.mark.parametrize(("weights", "chosen"), [(True, "bfloat16"), (False, "float32")])
 def test_the_choice_is_written(monkeypatch, tmp_path, weights, chosen):
     """With random weights, of which log-probs say nothing, that is the reference."""
     found = report(weights, float32=2.0, bfloat16=1.0)
-    monkeypatch.setattr(precision, "trials", lambda _: 1)
-    monkeypatch.setattr(precision, "tune", lambda *_: found)
-    assert precision.main(configured(), 1, 1, True, tmp_path / "tuned.txt") == 0
+    monkeypatch.setattr(tune_precision, "trials", lambda _: 1)
+    monkeypatch.setattr(tune_precision, "tune", lambda *_: found)
+    assert tune_precision.main(configured(), 1, 1, True, tmp_path / "tuned.txt") == 0
     assert (tmp_path / "tuned.txt").read_text().splitlines()[1:] == [f"model.dtype={chosen}"]
 
 
@@ -144,7 +144,7 @@ def test_noise_is_not_taken_for_speed():
 
 def test_the_comparison_is_that_of_log_probs():
     row = PrecisionCandidate("bfloat16", ())
-    precision._compare(row, np.array([-1.0, -2.5], np.float32), np.array([-1.5, -2.5], np.float32))
+    tune_precision._compare(row, np.array([-1.0, -2.5], np.float32), np.array([-1.5, -2.5], np.float32))
     assert (row.mean, row.most) == (0.25, 0.5)
     assert row.kl == pytest.approx((np.exp(0.5) - 1.5) / 2)
 
@@ -152,7 +152,7 @@ def test_the_comparison_is_that_of_log_probs():
 def test_a_process_that_dies_is_a_row(monkeypatch, tmp_path):
     monkeypatch.setattr(search.sys, "executable", "false")
     found = report(float32=1.0)
-    precision._trial(tmp_path, found.rows[0], configured(), found, 1, {})
+    tune_precision._trial(tmp_path, found.rows[0], configured(), found, 1, {})
     assert "ended with status 1" in found.rows[0].problem
 
 
@@ -169,7 +169,7 @@ def test_it_measures_here(capsys):
     if found["reference"] == "float32":
         assert rows["float32"]["mean"] == rows["float32"]["kl"] == 0
         assert 1e-4 < rows["bfloat16"]["mean"] < rows["bfloat16"]["most"] < 1
-        assert len(rows["bfloat16"]["seconds"]) == precision.ROUNDS and rows["bfloat16"]["median"] > 0
+        assert len(rows["bfloat16"]["seconds"]) == tune_precision.ROUNDS and rows["bfloat16"]["median"] > 0
         assert "needs a CUDA device" in rows["fp8_blockwise"]["problem"]
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 from megatron_fleet.cli import main
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.tuning import engine, search, trainer
+from megatron_fleet.tuning import search, tune_engine, tune_trainer
 from megatron_fleet.tuning.override_file import write_overrides
 from megatron_fleet.tuning.search import Candidate, describe_failure, fastest
 from megatron_fleet.tuning.show import Report, to_json, to_text
@@ -78,13 +78,13 @@ def trials(monkeypatch, tmp_path):
         result = {"micro_batch_seconds": [seconds] * 2, "peak_bytes": 1 << 30, "device": "a machine"}
         return scratch, result
 
-    monkeypatch.setattr(trainer, "run_trial", run_trial)
+    monkeypatch.setattr(tune_trainer, "run_trial", run_trial)
     return run
 
 
 def test_a_number_of_recomputed_layers_is_the_same_share_of_fewer_layers():
     def share(recompute: int, *more: str) -> object:
-        return trainer._same_share(compose([f"policy.recompute={recompute}", *more]), 2)
+        return tune_trainer._same_share(compose([f"policy.recompute={recompute}", *more]), 2)
 
     assert (share(1), share(2), share(3), share(4)) == ("none", 1, 2, 2)  # of four layers
     assert share(1, "parallel.pipeline=2") == 1
@@ -94,10 +94,10 @@ def test_a_number_of_recomputed_layers_is_the_same_share_of_fewer_layers():
 
 @pytest.mark.slow
 def test_the_trainers_settings_are_searched(trials):
-    choices = trainer.Choices.of(compose(()), [256, 512], ["full"], [32, 64])
+    choices = tune_trainer.Choices.of(compose(()), [256, 512], ["full"], [32, 64])
     assert (choices.micro_batches, choices.recompute) == ([128, 256, 512], ["none", "full"])
     advanced = []
-    report = trainer.tune(compose, choices, 1, 2, lambda: advanced.append(1))
+    report = tune_trainer.tune(compose, choices, 1, 2, lambda: advanced.append(1))
     assert len(advanced) == len(report.rows) == choices.trials == 8
     assert report.rows[0].settings == ("policy.recompute=none", "policy.micro_batch_tokens=128")
     problems = {row.settings[:2]: row.problem for row in report.rows if row.problem}
@@ -115,14 +115,14 @@ def test_the_trainers_settings_are_searched(trials):
 
 
 def test_values_come_from_the_longest_sequence_and_the_configuration():
-    choices = trainer.Choices.of(compose(["policy.recompute=[mlp]", "policy.kernels=auto"]), [], [], [])
+    choices = tune_trainer.Choices.of(compose(["policy.recompute=[mlp]", "policy.kernels=auto"]), [], [], [])
     assert choices.micro_batches == [128, 64, 256] and choices.recompute == ["[mlp]", "none", "full"]
     assert choices.chunks == [1024, 4096, 16384]
 
 
 def test_what_cannot_be_run_is_a_row(trials):
-    choices = trainer.Choices.of(compose(()), [32], ["[moe_act]"], [64])
-    report = trainer.tune(compose, choices, 1, 1, lambda: None)
+    choices = tune_trainer.Choices.of(compose(()), [32], ["[moe_act]"], [64])
+    report = tune_trainer.tune(compose, choices, 1, 1, lambda: None)
     problems = [row.problem for row in report.rows if row.problem]
     assert any("policy.micro_batch_tokens=32" in problem for problem in problems)
     assert any("moe_act" in problem for problem in problems)
@@ -144,19 +144,19 @@ def engines(monkeypatch, tmp_path):
         np.save(scratch / "scores.npy", np.full(3, -1.0 - 0.25 * (config.kv_cache_dtype == "fp8")))
         return scratch, {"seconds": [seconds] * 2, "peak_bytes": 0, "figures": {"running": 2.0}, "device": "a machine"}
 
-    monkeypatch.setattr(engine, "run_trial", run_trial)
+    monkeypatch.setattr(tune_engine, "run_trial", run_trial)
     return run
 
 
-LOAD = engine.Load(sequences=4, prompt=8, answer=250)
+LOAD = tune_engine.Load(sequences=4, prompt=8, answer=250)
 
 
 def test_the_best_of_each_key_are_measured_together(engines):
     asked = [f"rollout.engine.{text}" for text in ("max_num_seqs=7", "max_num_seqs=8", "max_num_seqs=9")]
     asked.append("rollout.engine.enforce_eager=true")
     advanced = []
-    report = engine.tune(compose, LOAD, asked, 2, lambda: advanced.append(1))
-    assert len(advanced) == engine.trials(asked) == 6
+    report = tune_engine.tune(compose, LOAD, asked, 2, lambda: advanced.append(1))
+    assert len(advanced) == tune_engine.trials(asked) == 6
     assert report.choice.settings == ("rollout.engine.max_num_seqs=8", "rollout.engine.enforce_eager=true")
     assert report.choice.median == pytest.approx(1 / 3) and engines[-1] == (8, True, "auto")
     assert [row.problem for row in report.rows if row.problem] == ["out of memory: no"]
@@ -165,20 +165,22 @@ def test_the_best_of_each_key_are_measured_together(engines):
 
 def test_formats_are_measured_and_chosen_only_when_asked_for(engines, monkeypatch):
     fp8 = "rollout.engine.kv_cache_dtype=fp8"
-    monkeypatch.setattr(engine, "TRIED", ("rollout.engine.max_num_seqs=8",))
-    monkeypatch.setattr(engine, "FORMATS", (fp8,))
-    report = engine.tune(compose, LOAD, [], 1, lambda: None)
+    monkeypatch.setattr(tune_engine, "TRIED", ("rollout.engine.max_num_seqs=8",))
+    monkeypatch.setattr(tune_engine, "FORMATS", (fp8,))
+    report = tune_engine.tune(compose, LOAD, [], 1, lambda: None)
     assert report.choice.settings == ("rollout.engine.max_num_seqs=8",)
     (row,) = (row for row in report.rows if row.settings == (fp8,))
-    assert row.figures[engine.DIFFERENCE] == 0.25 and row.median < report.choice.median
-    assert engine.tune(compose, LOAD, [fp8], 1, lambda: None).choice.settings == (fp8,)
+    assert row.figures[tune_engine.DIFFERENCE] == 0.25 and row.median < report.choice.median
+    assert tune_engine.tune(compose, LOAD, [fp8], 1, lambda: None).choice.settings == (fp8,)
 
 
 def test_a_load_fits_the_context():
-    load_ = engine.Load.of(compose(["rollout.episodes_in_flight=40", "rollout.engine.replicas=2"]), None, None, None)
+    load_ = tune_engine.Load.of(
+        compose(["rollout.episodes_in_flight=40", "rollout.engine.replicas=2"]), None, None, None
+    )
     assert (load_.sequences, load_.prompt, load_.answer) == (20, 48, 16)
     with pytest.raises(UserError, match=r"--prompt=60 and --answer=16 together exceed rollout\.max_context=64"):
-        engine.Load.of(compose(()), None, 60, None)
+        tune_engine.Load.of(compose(()), None, 60, None)
 
 
 def test_a_report_without_a_choice_says_so():
@@ -250,6 +252,6 @@ def test_a_run_takes_what_was_measured_here(tmp_path, capsys):
     own, alone = found["rows"]
     assert own["problem"] is alone["problem"] is None
     assert alone["figures"]["running"] <= 1 < own["figures"]["running"]
-    assert alone["figures"][engine.DIFFERENCE] < 1e-3
+    assert alone["figures"][tune_engine.DIFFERENCE] < 1e-3
     assert main(["train", "--dry-run", *SMALL, f"run.out={tmp_path / 'run'}", f"@{file}"]) == 0
     assert "policy.micro_batch_tokens=128" in file.read_text().splitlines()

@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 
 from battery import shapes
-from megatron_fleet.agents.engine import SamplingParams
+from megatron_fleet.agents.token_engine import SamplingParams
 from megatron_fleet.config.schema import Config
 from megatron_fleet.rollout.engine_actor import EngineActor
 from megatron_fleet.rollout.engine_arguments import environment

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
 
 
-Cut = Literal["generation_truncated", "context_overflow", "max_turns", "timeout", "no_action"]
+CutShort = Literal["generation_truncated", "context_overflow", "max_turns", "timeout", "no_action"]
 """Outcomes (agents/trajectory.py) of episodes that were cut off rather than ended by the policy."""
 
 
@@ -105,7 +105,7 @@ class AlgorithmConfig(Section):
     reduction_constant: float = Field(
         1024.0, gt=0, description="Dr. GRPO's constant: the largest number of action tokens."
     )
-    masked_outcomes: tuple[Cut, ...] = Field(
+    masked_outcomes: tuple[CutShort, ...] = Field(
         ("generation_truncated", "context_overflow"),
         description="Outcomes of episodes that train no token though their reward counts for their group: what was cut "
         "short says little of what it would have become (DAPO's overlong filtering, arXiv:2503.14476 §3.4).",

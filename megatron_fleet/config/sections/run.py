@@ -64,7 +64,7 @@ class RunConfig(Section):
 
     @property
     def last_step(self) -> int:
-        """Steps in all. Raises ValueError while the length is in epochs, see `loop.start.in_steps`."""
+        """Steps in all. Raises ValueError while the length is in epochs, see `loop.run_tasks.in_steps`."""
         if self.steps is None:
             raise ValueError("the length of the run is not in steps yet")
         return self.steps

@@ -35,7 +35,7 @@ class ModelConfig(Section):
 
     @property
     def folder(self) -> str:
-        """The model's folder on this host; that of a remote model exists when `weights.remote.fetch` has made it."""
+        """The model's folder here; that of a remote model exists once `weights.fetch.cache.fetch` has made it."""
         remote = remote_model(self.path)
         return self.path if remote is None else str(remote.folder(os.environ))
 

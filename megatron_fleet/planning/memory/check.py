@@ -12,7 +12,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.model import Model
-from megatron_fleet.planning.memory.engine import GIB, EngineMemory, engine_memory
+from megatron_fleet.planning.memory.engine_memory import GIB, EngineMemory, engine_memory
 from megatron_fleet.planning.memory.phases import (
     IMBALANCE,
     RESERVE,

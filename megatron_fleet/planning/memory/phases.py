@@ -20,7 +20,7 @@ from megatron_fleet.planning.memory.activations import (
     chunk_bytes,
     chunks_in_flight,
 )
-from megatron_fleet.planning.memory.engine import GIB, EngineMemory, engine_memory, stored_bytes
+from megatron_fleet.planning.memory.engine_memory import GIB, EngineMemory, engine_memory, stored_bytes
 from megatron_fleet.planning.memory.parameters import (
     Elements,
     chunks_of_stage,

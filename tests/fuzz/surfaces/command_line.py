@@ -21,9 +21,9 @@ from fuzz.trees import Special, value_of
 
 from megatron_fleet import cli
 from megatron_fleet.config.load import dump_resolved, load
-from megatron_fleet.loop import evaluate
+from megatron_fleet.evaluation import eval_command as evaluation
 from megatron_fleet.loop import main as training
-from megatron_fleet.tuning import commands as tune
+from megatron_fleet.tuning import tune_commands as tune
 
 QUICK = "experiment=quickstart"
 
@@ -97,9 +97,9 @@ def _inert(place: Path) -> Iterator[None]:
     """In a folder of its own, with nothing that starts processes."""
     before = Path.cwd()
     with ExitStack() as stack:
-        for module, name in ((training, "main"), (evaluate, "main")):
+        for module, name in ((training, "main"), (evaluation, "main")):
             stack.enter_context(patch.object(module, name, lambda *_: 0))
-        for name in ("_rank", "_node", "_make_tiny", "_make_random", "_replay"):
+        for name in ("_rank", "_node", "_make_random", "_replay"):
             stack.enter_context(patch.object(cli, name, lambda _: 0))
         for name in ("_precision", "_trainer", "_engine"):
             stack.enter_context(patch.object(tune, name, lambda _: 0))

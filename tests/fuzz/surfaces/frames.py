@@ -12,7 +12,7 @@ import numpy as np
 from fuzz.engine import Surface
 from fuzz.trees import Deep, Many, Raw, Special, value_of
 
-from megatron_fleet.agents.engine import EngineLost, Generation, SamplingParams
+from megatron_fleet.agents.token_engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.rollout.engine_client import EnginePool, _Replica
 from megatron_fleet.rollout.engine_server import EngineServer

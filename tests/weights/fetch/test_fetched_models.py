@@ -21,11 +21,11 @@ from megatron_fleet.config.load import load
 from megatron_fleet.config.remote_model import BucketModel, HubModel, cache_folder, remote_model
 from megatron_fleet.config.sections.trainer import ModelConfig
 from megatron_fleet.storage.open import open_folder
-from megatron_fleet.weights import remote
-from megatron_fleet.weights.hub import damaged_files
-from megatron_fleet.weights.remote import fetch
+from megatron_fleet.weights.fetch import cache
+from megatron_fleet.weights.fetch.cache import fetch
+from megatron_fleet.weights.fetch.hub import damaged_files
 
-TINY = Path(__file__).parents[2] / "assets" / "tiny"
+TINY = Path(__file__).parents[3] / "assets" / "tiny"
 PINNED = f"fleet/tiny@{COMMIT}"
 
 
@@ -187,7 +187,7 @@ def test_a_hub_that_is_ill_or_not_there(hub, monkeypatch):
 
 
 def test_no_room_and_no_folder(hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(remote, "ROOM", 1 << 60)
+    monkeypatch.setattr(cache, "ROOM", 1 << 60)
     refused(r"needs 0\.0 GB in .*, where .* GB are free; free some space, or set HF_HOME to a larger disk")
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
@@ -202,7 +202,7 @@ def test_a_model_without_weights_that_can_be_read(hub):
 @pytest.mark.slow
 def test_processes_of_one_host_take_turns(hub):
     """Three at once: one downloads."""
-    program = "from megatron_fleet.weights.remote import fetch; print(fetch('fleet/tiny'))"
+    program = "from megatron_fleet.weights.fetch.cache import fetch; print(fetch('fleet/tiny'))"
     processes = [
         subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(3)
@@ -238,9 +238,9 @@ def test_a_model_in_a_bucket_is_downloaded_once(bucket, monkeypatch, capsys):
     }
     assert f"{bucket.url}: " in capsys.readouterr().err  # the progress line
     with monkeypatch.context() as patch:
-        patch.setattr("megatron_fleet.weights.bucket.transfer", None)  # nothing is left to be copied
+        patch.setattr("megatron_fleet.weights.fetch.object_store.transfer", None)  # nothing is left to be copied
         assert fetch(f"{bucket.url}/") == pinned
-        patch.setattr("megatron_fleet.weights.bucket.open_folder", None)
+        patch.setattr("megatron_fleet.weights.fetch.object_store.open_folder", None)
         assert fetch(pinned) == pinned  # the other hosts and ranks ask nobody
     changed = folder / "config.json"
     changed.write_bytes(changed.read_bytes()[:-1] + b" ")

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints, Copied
+from megatron_fleet.checkpoint.exports import Exports
+from megatron_fleet.checkpoint.resume_point import newest_of
 from megatron_fleet.checkpoint.store import Replaced, Uploader
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.sections.run import CheckpointConfig
-from megatron_fleet.loop.exports import Exports
-from megatron_fleet.loop.start import newest_of
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.platform.waiting import finish_in_thread, until_done
 from megatron_fleet.storage.folder import Files

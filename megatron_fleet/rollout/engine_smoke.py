@@ -1,4 +1,4 @@
-"""Start one engine and sample one token: ``python -m megatron_fleet.rollout.first_token``, for `mfleet doctor`.
+"""Start one engine and sample one token: ``python -m megatron_fleet.rollout.engine_smoke``, for `mfleet doctor`.
 
 Reads a resolved configuration from standard input; the last line of the output is an object with ``token`` and
 ``seconds``, or with the ``problem``.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_fleet.agents.engine import SamplingParams
+from megatron_fleet.agents.token_engine import SamplingParams
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.registry import use_family

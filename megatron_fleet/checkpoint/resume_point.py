@@ -1,14 +1,12 @@
-"""Start of a run: its tasks, and its newest good checkpoint or an earlier run's records moved aside."""
+"""Where a run starts from: its newest good checkpoint, or nothing, with an earlier run's records moved aside."""
 
 from __future__ import annotations
 
 import logging
-import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from fractions import Fraction
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,9 @@ from typing import Any
 from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoints, kept_besides
 from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
 from megatron_fleet.checkpoint.store import RunStore, Uploader, run_url
-from megatron_fleet.config.errors import UserError, say
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.dataset import run_dataset, save_manifest
-from megatron_fleet.data.mixture import drawable
 from megatron_fleet.data.split import MANIFEST as SPLIT
-from megatron_fleet.data.task import Task
-from megatron_fleet.evaluation.evaluator import choose, notes
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.sinks import read_metrics
@@ -209,35 +203,3 @@ def _paths(values: Any) -> Iterator[str]:
             yield from _paths(value)
     elif isinstance(values, str) and values and os.path.exists(values):
         yield values
-
-
-def in_steps(config: Config) -> Config:
-    """Return ``config`` with ``run.steps`` in place of ``run.epochs``, if that is given.
-
-    Raises:
-        UserError: as for `run_dataset`.
-    """
-    epochs = config.run.epochs
-    if epochs is None:
-        return config
-    tasks = drawable(run_dataset(config).split.train, config.data.mixture)
-    steps = math.ceil(Fraction(str(epochs)) * tasks / config.rollout.prompts_per_step)
-    say(f"run.epochs={epochs:g} of {tasks} tasks are {steps} steps of {config.rollout.prompts_per_step} prompts")
-    return config.model_copy(update={"run": config.run.model_copy(update={"steps": steps, "epochs": None})})
-
-
-def load_data(config: Config) -> tuple[list[Task], list[Task]]:
-    """Load the training and held-out tasks; the split is written to the run's outputs.
-
-    Raises:
-        UserError: as for `run_dataset`.
-    """
-    dataset = run_dataset(config)
-    train, held_out = dataset.split.train, dataset.split.held_out
-    warnings = list(dataset.split.notes)
-    if config.eval.in_training:
-        warnings += notes(choose(held_out, config.eval.tasks), held_out)
-    for warning in warnings:
-        log.warning("%s", warning)
-    save_manifest(dataset, Path(config.run.out))
-    return train, held_out

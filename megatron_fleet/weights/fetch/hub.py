@@ -20,7 +20,7 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.remote_model import HubModel
 from megatron_fleet.storage.local import NO_ROOM
-from megatron_fleet.weights.listing import Listing, has_weights, is_needed
+from megatron_fleet.weights.fetch.listing import Listing, has_weights, is_needed
 
 HASHING_THREADS = 8
 _TRUE = ("1", "ON", "YES", "TRUE")

@@ -13,7 +13,7 @@ from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.storage.progress import ProgressLine
 from megatron_fleet.storage.transfer import Copy, transfer
-from megatron_fleet.weights.listing import Listing, has_weights, is_needed
+from megatron_fleet.weights.fetch.listing import Listing, has_weights, is_needed
 
 
 def look_up(model: BucketModel) -> Listing:

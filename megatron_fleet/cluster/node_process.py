@@ -21,14 +21,14 @@ from typing import Any
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Host, local_inventory
 from megatron_fleet.cluster.janitor import Janitor, marks
+from megatron_fleet.cluster.joined_nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RanksOfHost, RayHead, host_to_plain
 from megatron_fleet.cluster.launcher import POLL_S, LocalRanks, spawn
-from megatron_fleet.cluster.nodes import OBJECT_STORE_BYTES, RAY_SETTINGS, RanksOfHost, RayHead, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, without_rank_variables
 from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.platform.processes import run_processes, stacks
-from megatron_fleet.weights.remote import fetch
+from megatron_fleet.weights.fetch.cache import fetch
 
 CONNECT_DEADLINE_S = 600.0
 """Nodes may be up long before the controller is."""

@@ -20,13 +20,13 @@ from megatron_fleet.data.dataset import build, check_verifiers
 from megatron_fleet.data.split import MANIFEST, SplitManifest
 from megatron_fleet.data.task import Task
 from megatron_fleet.evaluation.dumps import Decode
+from megatron_fleet.evaluation.episode_records import EpisodeRecords
 from megatron_fleet.evaluation.evaluator import Evaluation, Evaluator, choose, notes
 from megatron_fleet.evaluation.store import EpisodeStore, identity
 from megatron_fleet.evaluation.terminal import show, table
-from megatron_fleet.loop import preflight
-from megatron_fleet.loop.episode_records import EpisodeRecords
 from megatron_fleet.models.chat.tokenizer import Tokenizer
 from megatron_fleet.models.registry import use_family
+from megatron_fleet.preflight import checks
 from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult
 from megatron_fleet.rollout.service import RolloutService
@@ -106,10 +106,10 @@ def main(config: Config, checkpoint: str | None, run: Path | None, side: Side) -
 async def evaluate_model(config: Config, run: Path | None, side: Side) -> int:
     """Evaluate the HF folder ``model.path``; see `main`."""
     out = Path(config.run.out)
-    preflight.check_evaluation(config)
+    checks.check_evaluation(config)
     held_out = tasks_of(config, run, side)
     tasks = chosen_tasks(config, held_out)
-    preflight.check_images(config, tasks)
+    checks.check_images(config, tasks)
     store = open_store(config, fingerprint(Path(config.model.folder)), tasks)
     async with AsyncExitStack() as stack:
         services: list[RolloutService] = []
@@ -133,7 +133,7 @@ async def evaluate_endpoint(config: Config, run: Path | None, side: Side) -> int
     """
     from megatron_fleet.agents.chat_probe import probe
 
-    preflight.check_endpoint(config)
+    checks.check_endpoint(config)
     endpoint, sampling = config.eval.endpoint, config.rollout.sampling
     held_out = tasks_of(config, run, side)
     tasks = chosen_tasks(config, held_out)
@@ -235,7 +235,7 @@ def tasks_of(config: Config, run: Path | None, side: Side) -> list[Task]:
             f"{config.data.eval_fraction:g}; raise it, or add --tasks all."
         )
     check_verifiers(tasks, config)
-    preflight.check_environments(config, tasks)
+    checks.check_environments(config, tasks)
     return tasks
 
 

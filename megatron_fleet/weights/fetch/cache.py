@@ -1,7 +1,6 @@
-"""Models that are not on this host yet (`config.remote_model`): downloaded once per host, and compared with what their
-source states.
+"""The cache of models on this host: each is downloaded once, and compared with what its source states.
 
-``HF_HOME`` says where they are kept, models from object stores too.
+``HF_HOME`` says where it is, for models from object stores too.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.remote_model import HubModel, RemoteModel, remote_model
 from megatron_fleet.config.schema import Config
 from megatron_fleet.storage.local import make_folders, write_atomically
-from megatron_fleet.weights import bucket, hub
-from megatron_fleet.weights.listing import WEIGHTS, Listing, has_weights
+from megatron_fleet.weights.fetch import hub, object_store
+from megatron_fleet.weights.fetch.listing import WEIGHTS, Listing, has_weights
 
 ROOM = 256 << 20
 """Bytes that a download leaves free on the disk."""
@@ -77,7 +76,7 @@ def fetched(config: Config, weights: bool = True) -> Config:
 def look_up(model: RemoteModel) -> Listing:
     """Ask the source for a model's commit or content, and its files. Raises UserError."""
     if not isinstance(model, HubModel):
-        return bucket.look_up(model)
+        return object_store.look_up(model)
     if hub.is_offline():
         fetch(str(model))  # says why it cannot be
     return hub.look_up(model)
@@ -101,7 +100,7 @@ def _download(listing: Listing, weights: bool) -> None:
     if isinstance(model, HubModel):
         hub.download(model, files)
     else:
-        bucket.download(model, {name: listing.sizes[name] for name in files})
+        object_store.download(model, {name: listing.sizes[name] for name in files})
 
 
 def _remember(model: RemoteModel, revision: str) -> None:

@@ -69,7 +69,7 @@ def check_own_part(key: str, path: str, python: str = sys.executable) -> None:
     Raises:
         UserError: as for `load`, or the subprocess crashes or takes longer than ``CHECK_TIMEOUT_S``.
     """
-    command = [python, "-m", "megatron_fleet.loop.own_parts", key, path]
+    command = [python, "-m", "megatron_fleet.preflight.own_parts", key, path]
     done = run_check(command, f"{key}={path}: importing it")
     lines = done.stderr.strip().splitlines()
     if done.returncode == REFUSED and lines:

@@ -66,7 +66,7 @@ def _compose(args: argparse.Namespace, settings: Sequence[str] = ()) -> Config:
 
 def _checked(args: argparse.Namespace) -> Config:
     from megatron_fleet.config import validate
-    from megatron_fleet.weights.remote import fetched
+    from megatron_fleet.weights.fetch.cache import fetched
 
     config = _compose(args)
     validate.check(config)
@@ -74,14 +74,14 @@ def _checked(args: argparse.Namespace) -> Config:
 
 
 def _precision(args: argparse.Namespace) -> int:
-    from megatron_fleet.tuning.precision import main
+    from megatron_fleet.tuning.tune_precision import main
 
     _check_positive(args, "layers", "repeats")
     return main(_checked(args), args.layers, args.repeats, args.json, args.write)
 
 
 def _trainer(args: argparse.Namespace) -> int:
-    from megatron_fleet.tuning.trainer import Choices, main
+    from megatron_fleet.tuning.tune_trainer import Choices, main
 
     _check_positive(args, "layers", "repeats", "micro_batch", "chunk")
     choices = Choices.of(_checked(args), args.micro_batch, args.recompute, args.chunk)
@@ -89,7 +89,7 @@ def _trainer(args: argparse.Namespace) -> int:
 
 
 def _engine(args: argparse.Namespace) -> int:
-    from megatron_fleet.tuning.engine import Load, main
+    from megatron_fleet.tuning.tune_engine import Load, main
 
     _check_positive(args, "repeats", "sequences", "prompt", "answer")
     load = Load.of(_checked(args), args.sequences, args.prompt, args.answer)

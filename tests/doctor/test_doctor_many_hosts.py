@@ -16,11 +16,11 @@ pytest.importorskip("hydra")
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Host
-from megatron_fleet.cluster.nodes import host_to_plain
+from megatron_fleet.cluster.joined_nodes import host_to_plain
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.doctor import command, meeting, network
-from megatron_fleet.doctor.meeting import Meeting, follow, hosts_of
+from megatron_fleet.doctor import doctor_command, many_hosts, network
+from megatron_fleet.doctor.many_hosts import Meeting, follow, hosts_of
 from megatron_fleet.doctor.probe import Finding, Probe, ProbeContext, Result
 
 TOKEN = "a secret of the run"
@@ -30,7 +30,7 @@ PROBES = (Probe("lamp", lambda here: Result("failed" if here.host.name == "dark"
 @pytest.fixture
 def environ(monkeypatch):
     """MFLEET_CONTROLLER at a free port; all-reduce is what `network.exchange` is replaced by."""
-    monkeypatch.setattr(meeting, "DIAL_INTERVAL_S", 0.01)
+    monkeypatch.setattr(many_hosts, "DIAL_INTERVAL_S", 0.01)
     monkeypatch.setattr(network, "exchange", lambda host, *_: {"gloo": 2e9 if host.name == "first" else 1e9})
     with held_ports(1) as (port,):
         yield {"MFLEET_CONTROLLER": f"127.0.0.1:{port}", "MFLEET_TOKEN": TOKEN}
@@ -42,7 +42,7 @@ def here(name: str, environ: dict[str, str]) -> ProbeContext:
 
 async def host_with_clock(environ: dict[str, str], ahead_s: float) -> None:
     """Meet as a host whose clock is wrong and whose probes find nothing."""
-    reader, writer = await meeting._dial(environ["MFLEET_CONTROLLER"], HANG_S)
+    reader, writer = await many_hosts._dial(environ["MFLEET_CONTROLLER"], HANG_S)
     writer.write(
         frames.pack("doctor", await handshake.dial(reader, writer, TOKEN), host_to_plain(Host("late", "127.0.0.1")))
     )
@@ -82,7 +82,7 @@ async def test_hosts_meet_and_all_hear_the_verdict(environ):
         "bright": "ok",
         "dark": "failed",
     }
-    text = command.table(findings)
+    text = doctor_command.table(findings)
     rows = [line.split() for line in text.splitlines()]
     assert ["lamp", "2", "hosts", "ok", "seen", "switch", "it", "on"] in rows
     assert ["lamp", "dark", "failed", "seen", "switch", "it", "on"] in rows

@@ -1,4 +1,6 @@
-"""Training of the tiny model in the repository: an imperfect agent for the embedded fleet, as a start for RL.
+"""Make the tiny model of this repository, assets/tiny: an imperfect agent for the embedded fleet, as a start for RL.
+
+Usage: python tools/make_tiny.py [--out FOLDER] [--seed N]        about twenty minutes on one core
 
 A small byte-pair tokenizer is trained on the embedded fleet's own text. A random Qwen3-shaped model is then trained on
 the regular Megatron path, in three courses. First it copies rows of tables, the most important skill and the slowest to
@@ -29,10 +31,10 @@ import torch
 from rich.progress import Progress, TextColumn
 from safetensors.torch import save_file
 
-from megatron_fleet.agents.engine import Generation, SamplingParams
 from megatron_fleet.agents.prompts import load_prompts
 from megatron_fleet.agents.settings import EpisodeSettings
 from megatron_fleet.agents.token_conversation import run_episode
+from megatron_fleet.agents.token_engine import Generation, SamplingParams
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.losses import sft_loss
 from megatron_fleet.config.load import ROOT, load
@@ -355,9 +357,8 @@ def make_tiny(out: Path, seed: int) -> None:
             folder = learned
 
 
-def main(argv: Sequence[str]) -> int:
-    """``mfleet model make-tiny``."""
-    parser = argparse.ArgumentParser(prog="mfleet model make-tiny", description=__doc__.split("\n")[0])
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--out", type=Path, default=ROOT / "assets" / "tiny", help="folder to write (default: %(default)s)"
     )
@@ -365,3 +366,7 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     make_tiny(args.out, args.seed)
     return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

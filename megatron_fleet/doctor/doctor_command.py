@@ -13,7 +13,7 @@ from megatron_fleet.cluster.inventory import local_inventory
 from megatron_fleet.cluster.rank_identity import controller_address
 from megatron_fleet.config.errors import printable, say, say_lines
 from megatron_fleet.config.schema import Config
-from megatron_fleet.doctor import devices, host, meeting, model, network, services, versions
+from megatron_fleet.doctor import devices, host, many_hosts, model, network, services, versions
 from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Probe, ProbeContext, ask
 
 PROBES: tuple[Probe, ...] = (
@@ -41,7 +41,7 @@ def main(config: Config | None, environ: Mapping[str, str], quick: bool, as_json
     Raises:
         UserError: this host's devices cannot be listed, or the hosts do not meet.
     """
-    count, first = meeting.hosts_of(config, environ)
+    count, first = many_hosts.hosts_of(config, environ)
     if not first:  # one process on each host is enough
         return 0
     (mine,) = local_inventory(environ, alone=count == 1).hosts
@@ -51,10 +51,10 @@ def main(config: Config | None, environ: Mapping[str, str], quick: bool, as_json
     timeout_s = JOIN_S if config is None else config.cluster.join_timeout_s
     address, _ = controller_address(environ)
     if not network.is_here(address.rsplit(":", 1)[0]):
-        failed = asyncio.run(meeting.follow(here, PROBES, timeout_s))
+        failed = asyncio.run(many_hosts.follow(here, PROBES, timeout_s))
         say(f"mfleet doctor: {mine.name} has answered; {failed} failures on all hosts", sys.stderr)
         return 1 if failed else 0
-    return report(asyncio.run(meeting.Meeting(here, PROBES, count, timeout_s).run()), as_json)
+    return report(asyncio.run(many_hosts.Meeting(here, PROBES, count, timeout_s).run()), as_json)
 
 
 def report(findings: Sequence[Finding], as_json: bool) -> int:

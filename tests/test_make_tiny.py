@@ -1,6 +1,8 @@
-"""The command that remakes the tiny model."""
+"""tools/make_tiny.py, which remakes the tiny model."""
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -17,20 +19,22 @@ from megatron_fleet.models.qwen3.chat import (  # noqa: E402
     IM_END,
     QWEN3_TOKENS,
 )
-from megatron_fleet.tuning import warmstart  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+import make_tiny  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
     return train_tokenizer(
-        warmstart.corpus(random.Random(0)), warmstart.VOCABULARY, tmp_path_factory.mktemp("tokenizer"), QWEN3_TOKENS
+        make_tiny.corpus(random.Random(0)), make_tiny.VOCABULARY, tmp_path_factory.mktemp("tokenizer"), QWEN3_TOKENS
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whole", [False, True])
 def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, whole):
-    rows = warmstart.episodes(tokenizer, whole=whole)(random.Random(0))
+    rows = make_tiny.episodes(tokenizer, whole=whole)(random.Random(0))
     for _ in range(20):
         row = next(rows)
         text = tokenizer.decode(row.token_ids.tolist())
@@ -44,7 +48,7 @@ def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, wh
 
 
 def test_tables_are_copied_row_by_row(tokenizer):
-    rows = warmstart.tables(tokenizer)(random.Random(0))
+    rows = make_tiny.tables(tokenizer)(random.Random(0))
     for _ in range(20):
         row = next(rows)
         shown = tokenizer.decode(row.token_ids[~row.loss_mask].tolist()).splitlines()
@@ -56,7 +60,7 @@ def test_tables_are_copied_row_by_row(tokenizer):
 
 def test_a_row_written_again_begins_with_what_it_is_told_by():
     table = "kind status id\ntax active A10\ngift frozen A11\njoint active A12"
-    seen = {line for seed in range(200) for line in warmstart.written_again(table, random.Random(seed))}
+    seen = {line for seed in range(200) for line in make_tiny.written_again(table, random.Random(seed))}
     assert seen == {
         *("tax active A10", "gift frozen A11", "joint active A12"),
         *("A10 tax active", "A11 gift frozen", "A12 joint active"),
@@ -72,11 +76,11 @@ def test_thinking_begins_with_what_a_row_was_chosen_by():
 
 
 def test_first_heads_look_one_token_back_the_next_two_and_so_on():
-    weights = warmstart.initial_weights(torch.Generator().manual_seed(1))
-    config = transformers.Qwen3Config(**warmstart.ARCHITECTURE, vocab_size=warmstart.VOCABULARY)
+    weights = make_tiny.initial_weights(torch.Generator().manual_seed(1))
+    config = transformers.Qwen3Config(**make_tiny.ARCHITECTURE, vocab_size=make_tiny.VOCABULARY)
     model = transformers.Qwen3ForCausalLM._from_config(config, attn_implementation="eager")
     assert model.load_state_dict(weights, strict=False).missing_keys == ["lm_head.weight"]
-    tokens = torch.randint(0, warmstart.VOCABULARY, (1, 300), generator=torch.Generator().manual_seed(2))
+    tokens = torch.randint(0, make_tiny.VOCABULARY, (1, 300), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         attention = model(tokens, output_attentions=True).attentions[0][0]
     for head, weight in enumerate(attention):
@@ -86,10 +90,10 @@ def test_first_heads_look_one_token_back_the_next_two_and_so_on():
 
 @pytest.mark.slow
 def test_a_short_remake_gives_a_model_that_transformers_loads(tmp_path, monkeypatch):
-    monkeypatch.setattr(warmstart, "TABLE_STEPS", 3)
-    monkeypatch.setattr(warmstart, "SHORT_STEPS", 3)
-    monkeypatch.setattr(warmstart, "WHOLE_STEPS", 2)
-    assert warmstart.main(["--out", str(tmp_path / "tiny")]) == 0
+    monkeypatch.setattr(make_tiny, "TABLE_STEPS", 3)
+    monkeypatch.setattr(make_tiny, "SHORT_STEPS", 3)
+    monkeypatch.setattr(make_tiny, "WHOLE_STEPS", 2)
+    assert make_tiny.main(["--out", str(tmp_path / "tiny")]) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "tiny")
     transformers.AutoTokenizer.from_pretrained(tmp_path / "tiny")
     assert 0.9e6 < model.num_parameters() < 4e6

@@ -8,7 +8,7 @@ Each check exists once and is called from here:
 * the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
 * memory against devices and host: `planning.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
-* user-supplied parts: `loop.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
+* user-supplied parts: `preflight.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
 """
 
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.cluster.inventory import Device, Inventory, cuda_is_installed, local_inventory
-from megatron_fleet.cluster.placement import Wanted, place
+from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.cluster.rank_identity import rank_identity
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
@@ -33,13 +33,13 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.names import is_path
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.task import Task
-from megatron_fleet.loop.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.models.hf_config import declared_quantization, is_quantized
 from megatron_fleet.models.model import Model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.planning.memory.check import check_memory, host_bytes
-from megatron_fleet.planning.memory.engine import kv_bytes_per_token, state_bytes
+from megatron_fleet.planning.memory.engine_memory import kv_bytes_per_token, state_bytes
 from megatron_fleet.platform.allocator import check_allocator
+from megatron_fleet.preflight.own_parts import OWN_PARTS, check_own_part
 from megatron_fleet.storage.open import check_writable
 from megatron_fleet.telemetry.slack import check_slack
 from megatron_fleet.telemetry.trackers import check_mlflow, check_wandb
@@ -52,7 +52,7 @@ ANSWER_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def check(config: Config, assumed: Inventory | None = None) -> None:
+def check_training(config: Config, assumed: Inventory | None = None) -> None:
     """Refuse a run that could not work.
 
     Args:
@@ -90,7 +90,7 @@ def check_evaluation(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    _place(Wanted.of_evaluation(config))
+    _place(PlacementRequest.of_evaluation(config))
     _ray()
     _out(config)
     _own_parts(config)
@@ -137,11 +137,11 @@ def _launch(config: Config, assumed: Inventory | None) -> int | None:
             )
     if config.cluster.ranks != "local" or config.cluster.nodes:
         return None
-    devices = _place(Wanted.of(config), assumed)
+    devices = _place(PlacementRequest.of(config), assumed)
     return min((device.memory_bytes for device in devices), default=None)
 
 
-def _place(wanted: Wanted, assumed: Inventory | None = None) -> tuple[Device, ...]:
+def _place(request: PlacementRequest, assumed: Inventory | None = None) -> tuple[Device, ...]:
     """Refuse what does not fit on this host, and to compute on its CPU because its GPUs are not seen; return these."""
     inventory, visible = assumed or local_inventory(os.environ), os.environ.get("CUDA_VISIBLE_DEVICES")
     if cuda_is_installed() and not inventory.hosts[0].devices and (visible is None or visible.strip()):
@@ -149,7 +149,7 @@ def _place(wanted: Wanted, assumed: Inventory | None = None) -> tuple[Device, ..
             "torch is installed for GPUs, but this host has none that nvidia-smi shows; fix the driver, or set "
             "CUDA_VISIBLE_DEVICES to nothing to compute on the CPU."
         )
-    if place(inventory, wanted).transport == "cuda_ipc":
+    if place(inventory, request).transport == "cuda_ipc":
         check_allocator(os.environ)
     return inventory.hosts[0].devices
 

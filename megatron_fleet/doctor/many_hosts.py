@@ -26,7 +26,7 @@ from typing import Any
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Host
-from megatron_fleet.cluster.nodes import host_from_plain, host_to_plain
+from megatron_fleet.cluster.joined_nodes import host_from_plain, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
