@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 
 
 CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
-ALWAYS = [(model, layout) for model in MODELS for layout in ("tp2", "ep2", "vpp2")]
+ALWAYS = [(model, layout) for model in MODELS for layout in ("tp2", "ep2")]
 
 
 @pytest.fixture(scope="module")
