@@ -3,12 +3,13 @@
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
-from nightly import turn
+from turns import left_out
 
 # Any machine will do, however slow or busy: no example has a time limit. Every run has the same examples, so that a
 # test that passed does not fail on another day; `--hypothesis-profile=random` looks for new ones.
@@ -18,12 +19,14 @@ settings.load_profile("repeatable")
 
 LONGEST = (
     "e2e/test_whole_runs.py", "e2e/test_hosts_run.py", "e2e/test_launch_run.py", "e2e/test_kills.py",
-    "e2e/test_expert_runs.py", "weight_sync/test_families_updated.py", "parity/test_parity.py",
-    "loop/test_guard_ranks.py", "rollout/test_start.py", "rollout/test_service.py", "loop/test_colocation_ranks.py",
-    "rollout/test_owner.py", "weights/test_families.py", "fuzz/test_fuzz.py", "e2e/test_faults_run.py",
-    "trainer/test_group.py", "weight_sync/test_passthrough.py", "rollout/test_running_engines.py",
-    "loop/test_interruptions.py", "e2e/test_export_run.py", "benchmarks/test_scripts.py",
-    "benchmarks/test_gpu_parts.py",
+    "e2e/test_expert_runs.py", "e2e/test_model_folders_run.py", "rollout/test_service.py",
+    "rollout/test_running_engines.py", "loop/test_guard_ranks.py", "weight_sync/test_families_updated.py",
+    "parity/test_parity.py", "weights/test_families.py", "e2e/test_faults_run.py", "e2e/test_export_run.py",
+    "rollout/test_start.py", "fuzz/test_fuzz.py", "cli/test_eval_command.py", "launch/test_launch_scripts.py",
+    "rollout/test_owner.py", "evaluation/test_endpoint_eval.py", "convert/test_convert_kill.py",
+    "trainer/test_layouts.py", "loop/test_interruptions.py", "trainer/test_lora.py", "trainer/test_overlap.py",
+    "loop/test_colocation_ranks.py", "trainer/test_group.py", "weight_sync/test_passthrough.py",
+    "benchmarks/test_scripts.py", "benchmarks/test_gpu_parts.py",
 )  # fmt: skip
 """These files run first, so that none of them is left for the end of a run in several processes."""
 
@@ -38,19 +41,13 @@ gc.disable()  # until the test files have been imported: importing them takes a 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--nightly", action="store_true", help="also run the tests marked nightly")
-    parser.addoption("--turn", metavar="KEY", help="also run some of them, chosen by KEY, the commit in CI")
+    parser.addoption("--turn", metavar="KEY", help="run some of those and of the marked in_turn, chosen by KEY")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--nightly"):
-        minutes = {
-            item.nodeid: mark.kwargs["minutes"] for item in items if (mark := item.get_closest_marker("nightly"))
-        }
-        key = config.getoption("--turn")
-        chosen = turn(minutes, key) if key else set()
-        left_out = [item for item in items if item.nodeid in minutes.keys() - chosen]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+    others = {id(item) for item in left_out(items, config.getoption("--nightly"), config.getoption("--turn"))}
+    config.hook.pytest_deselected(items=[item for item in items if id(item) in others])
+    items[:] = [item for item in items if id(item) not in others]
     rank = {TESTS / file: number for number, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path, len(rank)))
 
@@ -70,6 +67,24 @@ def pytest_sessionfinish() -> None:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # nanobind prints objects that remain at exit as leaks
+
+
+@pytest.fixture(scope="module")
+def played(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """The variants that tests of this file will be played with; others need not be made.
+
+    Called with names of parameters: their values, those of several names as tuples, each once and in order.
+    """
+
+    def values(*names: str) -> list[Any]:
+        found = [
+            tuple(item.callspec.params[name] for name in names)
+            for item in request.session.items
+            if item.path == request.path and hasattr(item, "callspec") and item.callspec.params.keys() >= set(names)
+        ]
+        return [value[0] if len(names) == 1 else value for value in dict.fromkeys(found)]
+
+    return values
 
 
 @pytest.fixture(scope="session")

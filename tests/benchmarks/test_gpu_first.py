@@ -22,6 +22,7 @@ def lines(folder):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_a_tiny_policy_is_that_of_the_cpu_and_comes_back_from_host_and_disk(first, tmp_path, capsys):
     options = ["--device", "cpu", "--minutes", "60", "--jobs", "1", "--out", str(tmp_path)]
     assert first.main(["policy", "addmm", "fp8_delayed", *options]) == 0
@@ -36,6 +37,8 @@ def test_a_tiny_policy_is_that_of_the_cpu_and_comes_back_from_host_and_disk(firs
     assert "in policy" in (tmp_path / "cpu" / "logs" / "first-policy.log").read_text(), "where its time went"
 
 
+@pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=2)
 def test_checks_that_die_or_hang_leave_a_line_and_the_next_one_is_made(first, tmp_path):
     from battery.checks import BY_NAME, Step
 

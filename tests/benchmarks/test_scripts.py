@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from turns import in_turn
 from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
@@ -91,7 +92,10 @@ def test_help(episode_python):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.nightly(minutes=0.5)) if name in LONG else name for name in TINY],
+    [
+        *in_turn(name for name in TINY if name not in LONG),
+        *(pytest.param(name, marks=pytest.mark.nightly(minutes=0.5)) for name in LONG),
+    ],
 )
 def test_tiny_run(name, tmp_path):
     if name == "weight_sync.py":

@@ -49,6 +49,7 @@ def play(hosts: Hosts, folder: Path, out: str) -> dict[str, object]:
     return json.loads(said.splitlines()[-1])
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_hosts_that_share_no_folder_resume_from_the_store(tmp_path):
     write_config(tmp_path / "model")
     with Hosts(["n1", "n2"], visible=[tmp_path]) as hosts:  # /tmp is each host's own otherwise

@@ -66,6 +66,7 @@ def torchrun(hosts: int, node_rank: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_torchrun_with_an_agent_on_each_host(slurm):
     agents = [
         slurm.hosts.run(name, torchrun(2, str(i)), ENVIRON, stdout=subprocess.PIPE)
@@ -80,6 +81,7 @@ def test_torchrun_with_an_agent_on_each_host(slurm):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=2)
 def test_torchrun_within_one_srun_task_per_host(slurm):
     agent = " ".join(torchrun(2, "$SLURM_NODEID"))
     out = slurm.output(["srun", "-N2", "--ntasks-per-node=1", "sh", "-c", agent], timeout_s=600)

@@ -79,6 +79,7 @@ def peak_mb(*arguments: object) -> int:
 @pytest.mark.parametrize(
     ("family", "many"), [("qwen3", 8), pytest.param("deepseek_v3", 14, marks=pytest.mark.nightly(minutes=1))]
 )
+@pytest.mark.in_turn(number=0, of=2)
 def test_a_larger_model_takes_no_more(family, many, tmp_path):
     peaks = {}
     for layers in (2, many):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from turns import in_turn
 from waiting import HANG_S
 
 pytest.importorskip("torch")
@@ -41,7 +42,7 @@ def project(tmp_path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", in_turn(PAGES, of=2))
 def test_commands_work_as_written(page, project):
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "learn" / page).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks

@@ -154,6 +154,7 @@ def test_an_all_reduce_on_this_host():
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=2)
 def test_an_all_reduce_whose_first_process_is_not_there(monkeypatch):
     monkeypatch.setattr(network, "EXCHANGE_S", 20.0)
     with held_ports(1) as (port,):
@@ -164,6 +165,7 @@ def test_an_all_reduce_whose_first_process_is_not_there(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(why_not() is not None, reason=why_not() or "")
+@pytest.mark.in_turn(number=0, of=2)
 def test_two_hosts(tmp_path):
     """The command itself, started on each of two hosts as srun would."""
     with Hosts(["n1", "n2"], [tmp_path]) as hosts:

@@ -22,7 +22,7 @@ from megatron_fleet.storage.open import open_folder
 from megatron_fleet.storage.transfer import Copy, transfer
 from megatron_fleet.telemetry.shards import Shard
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(number=0, of=2)]
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 CONVERTER = Path(__file__).parents[2] / "tools" / "convert" / "to_hf.py"

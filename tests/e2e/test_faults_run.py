@@ -13,7 +13,7 @@ from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.telemetry.shards import Shard
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(number=1, of=2)]
 
 FAULTS = (
     "run.steps=2",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from whole_runs import Run
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.in_turn(number=0, of=2)]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 REWARD = """

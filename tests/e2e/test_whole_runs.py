@@ -146,6 +146,7 @@ def test_only_its_user_can_read_a_run(first):
     assert {str(path): oct(path.stat().st_mode) for path in outputs if path.stat().st_mode & 0o077} == {}
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_an_endpoint_s_key_is_in_no_environment_but_that_of_the_command(tmp_path):
     command = [sys.executable, "-m", "megatron_fleet.cli", "eval", "--model", MODEL, "--out", str(tmp_path / "out")]
     small = ("eval.tasks=2", "eval.samples=2", "eval.greedy=false")
@@ -262,6 +263,7 @@ def test_four_ranks_take_the_same_first_step_as_one_though_the_rollout_takes_lon
         pytest.param(signal.SIGTERM, "trajectories/eval_000000.parquet", marks=pytest.mark.nightly(minutes=1.5)),
     ],
 )
+@pytest.mark.in_turn(number=1, of=2)
 def test_a_stopped_run_says_so_in_one_line_and_leaves_nothing(tmp_path, number, file):
     """While its processes start, and in the middle of its work."""
     run = Run(tmp_path / "stopped")

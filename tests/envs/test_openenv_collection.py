@@ -24,6 +24,7 @@ def test_a_server_of_the_collection_pays_what_it_should(name, tmp_path):
 
 
 @pytest.mark.slow  # starts a process of OpenEnv's, and one that serves
+@pytest.mark.in_turn(number=0, of=2)
 async def test_the_server_that_openenv_makes_is_played_as_it_is(tmp_path):
     """The package has no other whole server; its command makes one that echoes, as the collection's first does."""
     (tmp_path / "envs").mkdir()

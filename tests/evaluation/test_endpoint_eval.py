@@ -86,6 +86,7 @@ def test_an_oracle_solves_everything_and_an_endpoint_that_died_on_the_way_is_gon
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_an_evaluation_that_knows_nothing_is_no_result(tmp_path, capfd):
     oracle, faults = Oracle(load_tasks(SHIPPED_TASKS)), ("env.faults.verifier_failure_rate=1", "rollout.max_retries=0")
     with serving(ChatServer(oracle, key=KEY)) as server:
@@ -137,6 +138,7 @@ def test_the_configuration_says_where_the_model_is(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=2)
 def test_an_evaluation_that_is_interrupted_keeps_what_ended_and_leaves_no_process(tmp_path):
     oracle, out = Oracle(load_tasks(SHIPPED_TASKS)), tmp_path / "out"
     hang = threading.Event()

@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("hydra")
 
+from turns import in_turn
+
 from fuzz import engine, trees
 from fuzz.pending import PENDING
 
@@ -44,7 +46,7 @@ def tried(request: pytest.FixtureRequest, share: int) -> Iterator[list[str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("surface", SURFACES.values(), ids=SURFACES)
+@pytest.mark.parametrize("surface", in_turn(SURFACES.values()), ids=SURFACES)
 def test_random_inputs(surface: engine.Surface, tried: list[str], share: int):
     tried.append(surface.name)
     found = [f for f in engine.run(surface, SEED, range(surface.count // share)) if f.place not in PENDING]

@@ -77,6 +77,7 @@ def placed(report: dict[str, Any]) -> list[tuple[int, int, int, str]]:
 FOUR = [(0, 4, 0, "n1"), (1, 4, 1, "n1"), (2, 4, 0, "n2"), (3, 4, 1, "n2")]
 
 
+@pytest.mark.in_turn(number=1, of=2)
 def test_two_runs_of_torchrun_on_one_host_each_start_the_configured_world(environ, tmp_path):
     runs = []
     for name in ("one", "other"):
@@ -109,6 +110,7 @@ def test_a_signal_stops_the_controller_in_order(environ, tmp_path):
 
 
 @several_hosts
+@pytest.mark.in_turn(number=0, of=2)
 def test_torchrun_on_two_hosts_starts_lost_ranks_again(slurm, environ, tmp_path):
     shared = environ | {"NODES": "2", "MASTER_ADDR": slurm.hosts.addresses["n1"], "MFLEET_TOKEN": "secret"}
     command = [TORCHRUN, *LAYOUT, "stub.world=4", "stub.restart"]
@@ -160,6 +162,7 @@ def submit(slurm: Slurm, environ: dict[str, str], folder: Path, *overrides: str)
 
 
 @several_hosts
+@pytest.mark.in_turn(number=1, of=2)
 def test_slurm_starts_the_ranks_on_all_hosts_and_lost_ones_again(slurm, environ, tmp_path):
     status = submit(slurm, environ, tmp_path, *LAYOUT, "stub.world=4", "stub.nodes=2", "stub.restart")
     assert status == 0, (tmp_path / "job.log").read_text()
@@ -250,6 +253,7 @@ def test_a_cancelled_job_saves_and_is_gone(slurm, environ, tmp_path):
 
 
 @several_hosts
+@pytest.mark.in_turn(number=0, of=2)
 def test_an_array_takes_the_overrides_of_its_runs(slurm, environ, tmp_path):
     array = ["--array=0-2%1", "--exclusive", str(SBATCH)]
     runs = [["parallel.data=4", "stub.status=0", f"run.seed={seed}"] for seed in (5, 6, 7)]
@@ -264,6 +268,7 @@ def test_an_array_takes_the_overrides_of_its_runs(slurm, environ, tmp_path):
 
 
 @several_hosts
+@pytest.mark.in_turn(number=1, of=2)
 def test_a_heterogeneous_job_has_ranks_on_its_first_component_and_engines_on_all(slurm, environ, tmp_path):
     first = ["--nodes=1", "--ntasks-per-node=2", f"--output={tmp_path}/job.log", f"--chdir={tmp_path}", "--wait"]
     second = [":", "--nodes=1", "--ntasks-per-node=1"]

@@ -12,6 +12,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import pytest_asyncio
 from policy_fixtures import make_batch, make_config, write_config
+from turns import in_turn
 
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.loop.colocation import Colocation, open_colocation
@@ -56,7 +57,7 @@ async def state(trainer: Trainer, folder: Path) -> dict[str, str]:
     return {name: entry["sha256"] for name, entry in files.items() if name.endswith(".distcp")}
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=LAYOUTS)
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=in_turn(LAYOUTS, ("data2",), of=2))
 async def run(request, tmp_path_factory) -> AsyncIterator[dict[str, Any]]:
     """The same steps with and without taking turns, in the same ranks."""
     folder = tmp_path_factory.mktemp(request.param)

@@ -21,6 +21,7 @@ from policy_fixtures import make_batch, make_config, write_config
 from safetensors.torch import load_file, save_file
 from tiny_configs import raw_config
 from tiny_models import make
+from turns import in_turn
 
 from megatron_fleet import cli
 from megatron_fleet.config.schema import Config, ParallelConfig
@@ -204,6 +205,7 @@ async def test_an_unknown_behaviour_is_left_out_by_a_correction(run, tmp_path):
     assert not report.skipped and np.isfinite(report.grad_norm) and await run.state() != before
 
 
+@pytest.mark.in_turn(number=1, of=2)
 async def test_a_bad_weight_is_named(tmp_path, caplog):
     model = make("qwen3", tmp_path / "model")
     name = "model.layers.1.mlp.down_proj.weight"
@@ -255,6 +257,7 @@ async def test_looking_on_changes_nothing(run, tmp_path):
     assert await run.state() == guarded
 
 
+@pytest.mark.in_turn(number=1, of=2)
 async def test_a_skipped_step_leaves_the_biases_of_routers(tmp_path):
     """Megatron moves them before the norm is known: a skipped step takes that back, a dump has them as they were."""
     hf = raw_config("deepseek_v3", "v5")
@@ -279,6 +282,7 @@ async def test_a_skipped_step_leaves_the_biases_of_routers(tmp_path):
         assert found.grad_norm == (taken.grad_norm, taken.grad_norm)
 
 
+@pytest.mark.in_turn(number=0, of=2)
 async def test_adapters_replay_beside_the_model_they_belong_to(tmp_path, capsys):
     model = make("qwen3", tmp_path / "model")
     config = build_config(model, tmp_path / "out", policy={"lora": {"rank": 4}})
@@ -328,7 +332,7 @@ async def trained(start, tmp_path_factory) -> Callable[..., Any]:
     return get
 
 
-@pytest.mark.parametrize("layout", ["dp2", "pp2"])
+@pytest.mark.parametrize("layout", in_turn(["dp2", "pp2"], ["dp2"], of=2))
 async def test_every_rank_skips_what_one_of_them_cannot_do(trained, layout):
     run, reports, unchanged = await trained(layout)
     assert unchanged
@@ -340,7 +344,10 @@ async def test_every_rank_skips_what_one_of_them_cannot_do(trained, layout):
     assert len(record.gradients) == record.parameters == ALL
 
 
-@pytest.mark.parametrize(("layout", "target"), [("dp2", "dp2"), ("dp2", "tp2"), ("pp2", "pp2"), ("pp2", "dp2")])
+PAIRS = [("dp2", "dp2"), ("dp2", "tp2"), ("pp2", "pp2"), ("pp2", "dp2")]
+
+
+@pytest.mark.parametrize(("layout", "target"), in_turn(PAIRS, PAIRS[:2], of=2))
 async def test_both_dumps_replay_in_any_layout(start, trained, layout, target):
     run, _, _ = await trained(layout)
     for step in (2, 4):

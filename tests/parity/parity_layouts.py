@@ -82,7 +82,10 @@ LAYOUTS = [
         models=(*SPARSE, HYBRID_SPARSE),
     ),
 ]
-
+CELLS = [(model, layout.name) for layout in LAYOUTS for model in layout.models]
+"""Models and names of the layouts in which they are trained."""
+CELLS_FILE = "cells.json"
+"""In the folder of the runs: those that are wanted."""
 
 MICRO_BATCHES = {1: [[i] for i in range(8)], 2: [[0, 7], [1, 6], [2, 5], [3, 4]], 4: [[0, 3, 4, 7], [1, 2, 5, 6]]}
 """Sequences in a micro-batch → the micro-batches of ``batch``."""

@@ -1,10 +1,11 @@
-"""One rank of the parity runs: every model in every layout of its world size.
+"""One rank of the parity runs: the wanted models in the layouts of its world size.
 
 Arguments: the folder of the runs, and the number of optimizer steps.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from parity_layouts import LAYOUTS, LR, MICRO_BATCHES, MODELS, Layout, batch, config, loss
+from parity_layouts import CELLS_FILE, LAYOUTS, LR, MICRO_BATCHES, MODELS, Layout, batch, config, loss
 from rank_groups import leave_groups
 
 from megatron_fleet.trainer.megatron.policy import MegatronPolicy
@@ -42,8 +43,9 @@ def main(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = int(os.environ["WORLD_SIZE"])
+    wanted = {tuple(cell) for cell in json.loads((folder / CELLS_FILE).read_text())}
     for layout in [x for x in LAYOUTS if x.world == world]:
-        for model in layout.models:
+        for model in [name for name in layout.models if (name, layout.name) in wanted]:
             began = time.monotonic()
             result = train(layout, folder / model, steps)
             torch.save(result, folder / f"{model} {layout.name}.{dist.get_rank()}.pt")

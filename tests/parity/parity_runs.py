@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from parity_layouts import LAYOUTS, MODELS, SEEDS, SINGLE, STEPS, Layout
+from parity_layouts import CELLS, CELLS_FILE, LAYOUTS, MODELS, SEEDS, SINGLE, STEPS, Layout
 from parity_reference import train_reference
 from rank_processes import run_ranks
 from tiny_models import make, stored_tensors, unstacked
@@ -50,19 +51,25 @@ class Row:
     transformers: Difference
 
 
-def run_all(folder: Path, steps: int = STEPS) -> list[Row]:
-    """Train every model in every layout, and by ``transformers``; files go into ``folder``."""
-    models = tuple(MODELS)
+def run_all(folder: Path, steps: int = STEPS, cells: Collection[tuple[str, str]] = CELLS) -> list[Row]:
+    """Train models in layouts, and by ``transformers``; files go into ``folder``.
+
+    Args:
+        cells: model and name of the layout. Each model is trained by one process, too, whose row comes first.
+    """
+    models = tuple(model for model in MODELS if model in {model for model, _ in cells})
+    wanted = {*cells, *((model, SINGLE.name) for model in models)}
+    (folder / CELLS_FILE).write_text(json.dumps(sorted(wanted)))
     started = {
         model: dict_of(make(model, folder / model, dtype=torch.float32, seed=SEEDS.get(model, 0))) for model in models
     }
     reference = {model: train_reference(folder / model, steps) for model in models}
-    for world in sorted({layout.world for layout in LAYOUTS}):
+    for world in sorted({layout.world for layout in LAYOUTS for model in models if (model, layout.name) in wanted}):
         run_ranks(Path(__file__).with_name("parity_ranks.py"), world, folder, str(steps), timeout_s=TIMEOUT_S)
     rows = []
     for model in models:
         single = gathered(folder, model, SINGLE)
-        for layout in [x for x in LAYOUTS if model in x.models]:
+        for layout in [x for x in LAYOUTS if (model, x.name) in wanted]:
             got = single if layout is SINGLE else gathered(folder, model, layout)
             against = [difference(got, other, started[model]) for other in (single, reference[model])]
             rows.append(Row(model, layout.name, *against))

@@ -7,9 +7,10 @@ import pytest
 pytest.importorskip("megatron_fleet.trainer.megatron")
 pytest.importorskip("transformers")
 
-from parity_layouts import HYBRID, HYBRID_SPARSE, LAYOUTS, MODELS
+from parity_layouts import CELLS, HYBRID, HYBRID_SPARSE, MODELS, SINGLE
 from parity_page import table
 from parity_runs import Row, run_all
+from turns import in_turn
 
 STEPS = 2
 """Fewer than the page has, which takes longer."""
@@ -17,18 +18,25 @@ EQUAL, AFTER_STEPS = 1e-5, 2e-5
 OF_GATED_NORMS = {HYBRID: (1e-3, 1e-3, 1e-3), HYBRID_SPARSE: (1e-2, 1e-1, 3e-3)}
 """Bounds of loss, norm and parameters after the steps of Qwen3.5: the norm of a Gated DeltaNet scales rounding up with
 values that are small, and that may move a token to another expert in later steps."""
+ALWAYS = {
+    *((model, SINGLE.name) for model in MODELS),
+    *(("qwen3", layout) for layout in ("TP2+SP", "CP2", "DP2", "TP2×PP2")),
+    *((HYBRID_SPARSE, layout) for layout in ("TP2+SP", "CP2", "EP2")),
+}
+"""Models and layouts in every run of CI: what is trained most."""
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory) -> dict[tuple[str, str], Row]:
-    found = run_all(tmp_path_factory.mktemp("parity"), STEPS)
+def rows(tmp_path_factory, played) -> dict[tuple[str, str], Row]:
+    cells = {*played("model", "layout"), *((model, SINGLE.name) for model in played("moved_model"))}
+    found = run_all(tmp_path_factory.mktemp("parity"), STEPS, cells)
     print(table(found))
     return {(row.model, row.layout): row for row in found}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("other", ["single", "transformers"])
-@pytest.mark.parametrize(("model", "layout"), [(m, x.name) for x in LAYOUTS for m in x.models])
+@pytest.mark.parametrize(("model", "layout"), in_turn(CELLS, ALWAYS))
 def test_equal(rows, model, layout, other):
     found = getattr(rows[model, layout], other)
     assert max(found.logprob, found.loss, found.norm) <= EQUAL, found
@@ -38,8 +46,8 @@ def test_equal(rows, model, layout, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", MODELS)
-def test_there_was_something_to_tell_apart(rows, model):
+@pytest.mark.parametrize("moved_model", MODELS)
+def test_there_was_something_to_tell_apart(rows, moved_model):
     """The parameters moved a hundred times further than they may differ, most of them."""
-    greatest, mean = rows[model, "1 process"].transformers.moved
+    greatest, mean = rows[moved_model, SINGLE.name].transformers.moved
     assert greatest > 50 * AFTER_STEPS and mean > 20 * AFTER_STEPS

@@ -196,9 +196,15 @@ def assert_equal(one, two):
             assert (x.reward, x.outcome) == (y.reward, y.outcome)
 
 
-def test_two_collections_share_the_places_and_give_what_each_gives_alone(rollout):
+@pytest.fixture(scope="module")
+def undisturbed(rollout):
+    """What 64 episodes are when nothing happens to them. No test that has it changes the weights."""
+    return rollout.collect(tasks=8, samples=8)
+
+
+def test_two_collections_share_the_places_and_give_what_each_gives_alone(rollout, undisturbed):
     big, small = request(tasks=8, samples=8), request(tasks=4, samples=2, purpose="eval")
-    alone = [rollout.run(rollout.service.collect(one)) for one in (big, small)]
+    alone = [undisturbed, rollout.run(rollout.service.collect(small))]
     order = []
 
     async def both():
@@ -254,6 +260,7 @@ def test_a_callback_that_fails_ends_its_collection_alone(rollout):
     assert rollout.collect().accounting.known == 16
 
 
+@pytest.mark.in_turn(number=1, of=2)
 def test_a_killed_engine_comes_back_with_the_weights_of_the_last_update(rollout):
     before, expected = rollout.restarts(), greedy(rollout)
     core = rollout.processes()[-1]
@@ -277,8 +284,7 @@ def test_a_killed_engine_comes_back_with_the_weights_of_the_last_update(rollout)
     assert rollout.restarts() == before + 1
 
 
-def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout):
-    undisturbed = rollout.collect(tasks=8, samples=8)
+def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout, undisturbed):
     pids = rollout.processes()
     result = killed_while_playing(rollout, pids[0])  # the actor: its core must go with it
     assert result.accounting.known == 64
@@ -287,6 +293,7 @@ def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout):
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_a_killed_worker_is_replaced_and_its_episodes_played_again(rollout):
     before = rollout.restarts()
     (worker,) = processes(rollout, "ray::WorkerActor")
@@ -295,8 +302,9 @@ def test_a_killed_worker_is_replaced_and_its_episodes_played_again(rollout):
     assert rollout.restarts() == before + 1
 
 
-def test_a_killed_environment_server_is_replaced_and_its_episodes_played_again(rollout):
-    undisturbed, before = rollout.collect(tasks=8, samples=8), rollout.restarts()
+@pytest.mark.in_turn(number=1, of=2)
+def test_a_killed_environment_server_is_replaced_and_its_episodes_played_again(rollout, undisturbed):
+    before = rollout.restarts()
     assert rollout.run(rollout.service.environment_available()) is None
     (server,) = processes(rollout, "embedded_fleet.server")
     (host,) = psutil.Process(server).children()

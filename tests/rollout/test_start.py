@@ -15,6 +15,7 @@ pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
 from tiny_model import write_tiny_model
+from turns import in_turn
 
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.config.errors import UserError
@@ -24,14 +25,14 @@ from megatron_fleet.rollout.service import RolloutService
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("missing", "sentence"),
-    [
-        ("tokenizer.json", "^worker 0 did not start: .*tokenizer.json: no such file"),
-        # vLLM loads in a process of its own and passes on only that it failed; its log has the reason.
-        ("model.safetensors", "^engine 0 did not start: .*Its log is .*engine-0.log"),
-    ],
-)
+FAULTS = [
+    ("tokenizer.json", "^worker 0 did not start: .*tokenizer.json: no such file"),
+    # vLLM loads in a process of its own and passes on only that it failed; its log has the reason.
+    ("model.safetensors", "^engine 0 did not start: .*Its log is .*engine-0.log"),
+]
+
+
+@pytest.mark.parametrize(("missing", "sentence"), in_turn(FAULTS, of=2))
 async def test_a_rollout_that_cannot_start_says_why(tmp_path, episode_python, missing, sentence):
     model = write_tiny_model(tmp_path / "model", 1)
     (model / missing).unlink()

@@ -50,6 +50,7 @@ async def main(model: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_vllm_returns_what_it_sampled_until_the_deadline(tmp_path):
     model = write_tiny_model(tmp_path / "model", 1, context=CONTEXT)
     subprocess.run([sys.executable, __file__, str(model), str(tmp_path)], check=True, timeout=600)

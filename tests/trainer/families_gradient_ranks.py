@@ -1,12 +1,13 @@
-"""One rank of test_families_gradients: every family in every layout of its world size, by HF names.
+"""One rank of test_families_gradients: families in layouts of its world size, by HF names.
 
 Files ``FAMILY LAYOUT.pt`` have the gradients of one step, and the parameters after several.
 
-Arguments: the folder of the test, the families.
+Arguments: the folder of the test, and JSON of pairs of a family and its layout.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -100,23 +101,22 @@ def gradients(policy: MegatronPolicy, micro_batches: list[list[Datum]] | None = 
         return {name: tensor.clone() for name, tensor in policy.weight_source()}
 
 
-def main(folder: Path, families: list[str]) -> None:
+def main(folder: Path, cases: list[list[str]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for layout, parallel in LAYOUTS.items():
+    for family, layout in cases:
         if WORLDS.get(layout, 2) == dist.get_world_size():
-            for family in families:
-                if layout != "EP2" or family != "qwen3_5_text":
-                    config = make_config(folder / family, ParallelConfig(**parallel), temperature=TEMPERATURE, eps=1e-5)
-                    found = []
-                    for run in (gradients, train):
-                        found.append(run(MegatronPolicy(config)))
-                        leave_groups()
-                    if dist.get_rank() == 0:
-                        torch.save(found, folder / f"{family} {layout}.pt")
+            parallel = ParallelConfig(**LAYOUTS[layout])
+            config = make_config(folder / family, parallel, temperature=TEMPERATURE, eps=1e-5)
+            found = []
+            for run in (gradients, train):
+                found.append(run(MegatronPolicy(config)))
+                leave_groups()
+            if dist.get_rank() == 0:
+                torch.save(found, folder / f"{family} {layout}.pt")
     dist.barrier()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2].split(","))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

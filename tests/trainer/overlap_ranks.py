@@ -1,6 +1,6 @@
-"""One rank of test_overlap: updates with and without overlap, in every layout of two ranks.
+"""One rank of test_overlap: updates with and without overlap, in layouts of two ranks.
 
-Arguments: the folder of the test; results go to ``<rank>.pt`` in it.
+Arguments: the folder of the test, and names of `RUNS`; results go to ``<rank>.pt`` in it.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def main() -> None:
     policy_module.overlap_arguments, GradientOverlap.end = in_small_buckets, recorded  # type: ignore[method-assign]
     _ParamAndGradBucketGroup.start_param_sync = start_late
     results = {}
-    for name in sys.argv[2:] or RUNS:
+    for name in sys.argv[2:]:
         for overlap in (False, True):
             results[name, overlap] = run(folder, name, overlap)
             leave_groups()

@@ -1,10 +1,12 @@
-"""One rank of test_routing_layouts: one step with replayed routing, of every model in every layout of its world size.
+"""One rank of test_routing_layouts: one step with replayed routing, of models in layouts of its world size.
 
-Argument: the folder of the models; results go to ``<model> <layout>.<rank>.pt`` in it.
+Arguments: the folder of the models, and JSON of pairs of a model and its layout. Results go to
+``<model> <layout>.<rank>.pt`` in the folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -52,11 +54,12 @@ def train(model: Path, parallel: dict[str, int], recompute: Any) -> dict[str, An
     }
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, cases: list[list[str]]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    for name, (world, parallel, recompute) in LAYOUTS.items():
-        for model in MODELS if world == int(os.environ["WORLD_SIZE"]) else ():
+    for model, name in cases:
+        world, parallel, recompute = LAYOUTS[name]
+        if world == int(os.environ["WORLD_SIZE"]):
             torch.save(train(folder / model, parallel, recompute), folder / f"{model} {name}.{dist.get_rank()}.pt")
             leave_groups()
     dist.barrier()
@@ -64,4 +67,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))

@@ -63,6 +63,7 @@ def test_parameters_are_gathered_once_after_all_optimizers(parts):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_ranks_exchange_no_more_than_before():
     script = [sys.executable, str(ROOT / "benchmarks" / "counts.py"), "--only", "collectives"]
     done = subprocess.run(script, capture_output=True, text=True, timeout=4 * HANG_S)

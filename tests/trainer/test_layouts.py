@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from policy_fixtures import make_batch, write_config
 from tiny_configs import raw_config
+from turns import in_turn
 
 from megatron_fleet.config.schema import ParallelConfig
 
@@ -59,16 +60,23 @@ def world_of(layout: str) -> int:
     return ParallelConfig(**LAYOUTS[layout]).world_size
 
 
-def jobs() -> list[dict[str, Any]]:
-    """Two steps in every layout, and the second step again from checkpoints of the first."""
+def jobs(trained: set[str], resharded: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Two steps in each layout, and the second step again from checkpoints of the first.
+
+    Args:
+        trained: names of `RUNS`, to which the sources of checkpoints are added.
+        resharded: keys of `RESHARDED`.
+    """
     out: list[dict[str, Any]] = []
+    trained = trained | {f"{model}-{source}" for model, source in resharded}
     for model, layouts in TRAINED.items():
         for layout in layouts:
             name = f"{model}-{layout}"
             job = {"name": name, "model": model, "layout": layout, "first": 0, "last": 2}
-            out.append(job | {"save_at": 1, "save": f"{name}.saved"})
-    for (model, source), targets in RESHARDED.items():
-        for target in (source, *targets):
+            if name in trained:
+                out.append(job | {"save_at": 1, "save": f"{name}.saved"})
+    for model, source in resharded:
+        for target in (source, *RESHARDED[model, source]):
             name, saved = f"{model}-{source}-to-{target}", f"{model}-{source}.saved"
             out.append({"name": name, "model": model, "layout": target, "first": 1, "last": 2, "load": saved})
     return [job | {"parallel": LAYOUTS[job["layout"]], "world": world_of(job["layout"])} for job in out]
@@ -79,16 +87,17 @@ def launch(folder: Path, world: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def results(tmp_path_factory, played) -> dict[str, list[dict[str, Any]]]:
     """Job → what each of its ranks measured. One launch per world size; imports dominate."""
     folder = tmp_path_factory.mktemp("layouts")
     write_config(folder / "dense")
     write_config(folder / "tied", tie_word_embeddings=True)
     write_config(folder / "sparse", **SPARSE)
     write_hybrid(folder / "hybrid")
-    todo = jobs()
+    singles = {f"{model}-single" for model in TRAINED}  # for what is said of all models
+    todo = jobs({*played("run"), *singles}, played("model", "source"))
     # Every checkpoint's source runs on two ranks: those first, and the loading jobs come last in `todo`.
-    for world in (2, 4, 1):
+    for world in [world for world in (2, 4, 1) if any(job["world"] == world for job in todo)]:
         torch.save([job for job in todo if job["world"] == world], folder / f"jobs.{world}.pt")
         launch(folder, world)
     return {
@@ -124,10 +133,11 @@ def by_sequence(ranks: list[dict[str, Any]], what: str) -> list[np.ndarray]:
 
 
 RUNS = [f"{model}-{layout}" for model, layouts in TRAINED.items() for layout in layouts]
+ALWAYS = {*(f"{model}-single" for model in TRAINED), "dense-tp2", "dense-tp2pp2", "sparse-tp2ep2", "hybrid-ep2"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", in_turn(RUNS, ALWAYS))
 class TestEveryLayout:
     def test_training_changes_the_policy(self, results, run):
         ranks = results[run]
@@ -165,7 +175,7 @@ def test_training_does_not_import_the_compiler(results):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", in_turn(RUNS, ALWAYS))
 def test_metrics_are_those_of_one_process(results, run):
     single = results[f"{run.split('-')[0]}-single"][0]["reports"]
     for rank in results[run]:
@@ -176,7 +186,7 @@ def test_metrics_are_those_of_one_process(results, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "source"), RESHARDED)
+@pytest.mark.parametrize(("model", "source"), in_turn(RESHARDED, [("dense", "tp2"), ("hybrid", "ep2")]))
 class TestCheckpoints:
     def test_same_layout_goes_on_bit_for_bit(self, results, model, source):
         run = f"{model}-{source}"

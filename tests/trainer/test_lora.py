@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from lora_ranks import LORA, WITH_EXPERTS, LoraConfig
 from policy_fixtures import make_batch
 from safetensors.torch import load_file
 from tiny_models import make, reference_model, stored_tensors
+from turns import in_turn
 
 from megatron_fleet.trainer.megatron.fake_quant import int4_values
 
@@ -53,25 +55,35 @@ QUANTISED: list[tuple[str, dict[str, Any], str]] = [
 ]
 CASES = [(model, name) for model, layouts in LAYOUTS.items() for name, _, _ in layouts]
 SEVERAL = [case for case in CASES if case[1] != "single"]
+ALWAYS = {*((model, "single") for model in LAYOUTS), *EXPORTED_IN.items()}
+"""In every run of CI: what tests without variants compare, and what others are compared with."""
 
 
-def jobs() -> list[dict[str, Any]]:
-    """Three steps in every layout, and the third again from checkpoints of the second."""
+def jobs(cases: Collection[tuple[str, str]], moved: Collection[tuple[str, str, str]]) -> list[dict[str, Any]]:
+    """Three steps in each layout, and the third again from checkpoints of the second.
+
+    Args:
+        cases: of `CASES`, to which sources of checkpoints are added.
+        moved: of `RESHARDED`.
+    """
+    cases = {*cases, *((model, source) for model, source, _ in moved)}
     out: list[dict[str, Any]] = []
     loading: list[dict[str, Any]] = []
     for model, layouts in LAYOUTS.items():
         lora = WITH_EXPERTS if model == SPARSE else LORA
         for name, parallel, recompute in layouts:
             job = {"model": model, "lora": lora, "parallel": parallel, "recompute": recompute}
-            out.append(job | {"name": f"{model}-{name}"})
+            whole = job | {"name": f"{model}-{name}"}
             if EXPORTED_IN.get(model) == name:
-                out[-1] |= {"export": f"{model}.export"}
-            for resharded, source, target in RESHARDED:
+                whole |= {"export": f"{model}.export"}
+            for resharded, source, target in moved:
                 if (resharded, source) == (model, name):
-                    out[-1] |= {"save_at": 2, "save": f"{model}-{source}.saved"}
+                    whole |= {"save_at": 2, "save": f"{model}-{source}.saved"}
                 if (resharded, target) == (model, name):
                     load = {"name": f"{model}-{name}-loaded", "load": f"{model}-{source}.saved", "first_step": 2}
                     loading.append(job | load)
+            if (model, name) in cases:
+                out.append(whole)
     for name, parallel, recompute in QUANTISED:
         job = {"model": INT4, "lora": LoraConfig(), "parallel": parallel, "recompute": recompute}
         out.append(job | {"name": f"{INT4}-{name}", "fake_quant": "int4_experts"})
@@ -88,11 +100,11 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def results(folder) -> dict[str, list[dict[str, Any]]]:
+def results(folder, played) -> dict[str, list[dict[str, Any]]]:
     """Job → what each of its ranks measured."""
     for model in (*LAYOUTS, INT4):
         make(model, folder / model, torch.float32)
-    todo = jobs()
+    todo = jobs({*played("model", "name"), *ALWAYS}, played("model", "source", "target"))
     for job in todo:
         sizes = {k: v for k, v in job["parallel"].items() if k in ("tensor", "pipeline", "context", "data")}
         job["world"] = math.prod(sizes.values())
@@ -118,7 +130,7 @@ def distance(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[name] - b[name]).abs().max()) for name in a)
 
 
-@pytest.mark.parametrize(("model", "name"), SEVERAL)
+@pytest.mark.parametrize(("model", "name"), in_turn(SEVERAL, ALWAYS))
 def test_a_layout_trains_as_one_process_does(results, model, name):
     single, several = results[f"{model}-single"][0], results[f"{model}-{name}"]
     for rank in several:
@@ -130,7 +142,7 @@ def test_a_layout_trains_as_one_process_does(results, model, name):
     assert np.abs(by_sequence(several, "last") - by_sequence([single], "last")).max() < 2e-4
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize(("model", "name"), in_turn(CASES, ALWAYS))
 def test_only_adapters_move_and_only_they_have_gradient_buffers(results, model, name):
     single = results[f"{model}-single"][0]
     for rank in results[f"{model}-{name}"]:
@@ -144,7 +156,7 @@ def test_only_adapters_move_and_only_they_have_gradient_buffers(results, model, 
     assert all(0.8 < value <= 1 for key, value in lengths.items() if ".lora_A." in key)
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize(("model", "name"), in_turn(CASES, ALWAYS))
 def test_the_reference_is_the_base_model(results, model, name):
     ranks = results[f"{model}-{name}"]
     assert np.array_equal(by_sequence(ranks, "reference"), by_sequence(ranks, "first"))
@@ -152,7 +164,7 @@ def test_the_reference_is_the_base_model(results, model, name):
     assert np.abs(by_sequence(ranks, "last") - by_sequence(ranks, "first")).max() > 1e-2
 
 
-@pytest.mark.parametrize(("model", "source", "target"), RESHARDED)
+@pytest.mark.parametrize(("model", "source", "target"), in_turn(RESHARDED))
 def test_a_checkpoint_of_adapters_goes_on_in_another_layout(results, folder, model, source, target):
     saved, loaded = results[f"{model}-{source}"], results[f"{model}-{target}-loaded"]
     for rank in loaded:
@@ -167,7 +179,7 @@ def stored(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
-@pytest.mark.parametrize(("model", "name"), CASES)
+@pytest.mark.parametrize(("model", "name"), in_turn(CASES, ALWAYS))
 def test_merged_weights_are_the_base_plus_the_product(results, folder, model, name):
     rank = results[f"{model}-{name}"][0]
     for key, value in stored_tensors(folder / model).items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +17,38 @@ import torch
 from routing_models import MODELS
 from routing_ranks import LAYOUTS, train
 from tiny_models import make
+from turns import in_turn
 
 from megatron_fleet.trainer.megatron import parallel
 
 pytestmark = pytest.mark.slow
 
 
-def launch(folder: Path, world: int) -> None:
-    run_ranks(Path(__file__).with_name("routing_ranks.py"), world, folder)
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS]
+ALWAYS = [(model, layout) for model in MODELS for layout in ("tp2", "ep2")]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory, played) -> Path:
     folder = tmp_path_factory.mktemp("routing")
-    for model in MODELS:
+    for model in played("model"):
         make(model, folder / model, dtype=torch.float32)
-    for world in sorted({world for world, _, _ in LAYOUTS.values()}):
-        launch(folder, world)
+    cases = played("model", "layout")
+    for world in sorted({LAYOUTS[layout][0] for _, layout in cases}):
+        run_ranks(Path(__file__).with_name("routing_ranks.py"), world, folder, json.dumps(cases))
     return folder
 
 
 @pytest.fixture(scope="module")
-def single(folder) -> dict[str, dict[str, Any]]:
+def single(folder, played) -> dict[str, dict[str, Any]]:
     out = {}
-    for model in MODELS:
+    for model in played("model"):
         out[model] = train(folder / model, {}, "none")
         parallel.shutdown()
     return out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("model", "layout"), in_turn(CASES, ALWAYS))
 def test_a_step_is_that_of_one_process(folder, single, model, layout):
     expected = single[model]
     assert expected["counts"]["routing_choices"] > 0
