@@ -256,7 +256,7 @@ def _assumed(args: argparse.Namespace, config: Config) -> Inventory | None:
         return None
     if args.gpus < 1 or not args.dry_run:
         raise UserError(f"--gpus={args.gpus} plans for GPUs that you do not have yet; give 1 or more, with --dry-run.")
-    gpu = gpu_of(config)
+    gpu = gpu_of(config.cluster)
     return assumed_inventory(args.gpus, f"{gpu.name} (assumed)", gpu.memory)
 
 
@@ -275,7 +275,7 @@ def _launch(args: argparse.Namespace) -> int:
             return
         validate.check(config)
         if Path(config.model.folder).is_dir():
-            check_model(config, tokenizer=False)
+            check_model(config.model, config.rollout.engine.speculative, tokenizer=False)
 
     return launch(args, os.environ, check)
 

@@ -165,6 +165,38 @@ def test_the_kind_of_environments_is_compared_in_one_place():
     assert found == {"megatron_fleet.config.sections.env"}
 
 
+TAKE_THE_WHOLE_CONFIG = 54
+"""Files that may: those that put a run, a plan or a command together, that check rules across sections, that read four
+sections or more, that open parts of the user's own, and that keep the whole. A number that falls is lowered here."""
+
+
+def test_the_whole_configuration_stops_at_the_top():
+    """Others take the sections that they read, so that their signatures say what they depend on. The rules of the
+    sections themselves, which are in `config`, are not counted.
+    """
+    found = {
+        module
+        for module, path in MODULES.items()
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for annotation in _annotations(node)
+        if package_of(module) != "config"
+        and any(isinstance(part, ast.Name) and part.id == "Config" for part in ast.walk(annotation))
+    }
+    assert len(found) <= TAKE_THE_WHOLE_CONFIG, sorted(found)
+
+
+def _annotations(node: ast.AST) -> list[ast.expr]:
+    """Types of the parameters of a function, and of the fields of a class, which are parameters of dataclasses."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        given = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+        return [one.annotation for one in given if one.annotation is not None]
+    return (
+        [one.annotation for one in node.body if isinstance(one, ast.AnnAssign)]
+        if isinstance(node, ast.ClassDef)
+        else []
+    )
+
+
 def python_files() -> list[Path]:
     return [
         f

@@ -32,7 +32,8 @@ def rows() -> Iterator[tuple[str, str, str]]:
             folder = model_folders.write(Path(place) / "model", **(case.made or {}))
             case.damage(folder)
             try:
-                check_model(load(["experiment=quickstart", f"model.path={folder}", f"run.out={place}/out"]))
+                config = load(["experiment=quickstart", f"model.path={folder}", f"run.out={place}/out"])
+                check_model(config.model, config.rollout.engine.speculative)
                 said = "accepted"
             except UserError as error:
                 said = str(error).replace(f"{place}/model", "model").replace("|", "\\|")

@@ -35,7 +35,9 @@ WITHOUT_STEPS = ("qwen3_8b_fleet_eval",)
 def planned(experiment: str) -> Plan:
     """The plan of an experiment on the GPUs that it names."""
     config = load([f"experiment={experiment}"])
-    return make_plan(config, gpu_of(config), Workload.of(config, **PUBLISHED.get(experiment, {})))
+    return make_plan(
+        config, gpu_of(config.cluster), Workload.of(config.rollout, config.env, **PUBLISHED.get(experiment, {}))
+    )
 
 
 @cache
@@ -73,7 +75,7 @@ def largest() -> str:
     two = config.rollout.engine.model_copy(update={"tensor_parallel": 2 * gpu.per_host})
     spread = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": two})})
     one, over_two = (engine_memory(c, model, hf_config) for c in (config, spread))
-    *_, roll = make_plan(config, gpu, Workload.of(config)).memory.devices[0].phases
+    *_, roll = make_plan(config, gpu, Workload.of(config.rollout, config.env)).memory.devices[0].phases
     needed = (roll.total - roll.parts["KV cache"]) / GIB
     alone = (one.fixed + roll.parts["engine context"]) / GIB
     sequence, memory = one.token * config.rollout.max_context / GIB, gpu.memory / GIB
@@ -153,7 +155,13 @@ def simulated() -> list[scaling.Row]:
     """The simulation of the picture."""
     config = load([f"experiment={DRAWN}"])
     return scaling.simulate(
-        config, GPUS["H100"], Workload.of(config), steps=6, failures=0.02, mtbf_hours=50_000, most=64
+        config,
+        GPUS["H100"],
+        Workload.of(config.rollout, config.env),
+        steps=6,
+        failures=0.02,
+        mtbf_hours=50_000,
+        most=64,
     )
 
 

@@ -15,7 +15,7 @@ from itertools import chain, zip_longest
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EngineConfig
 
 AUTO = "auto"
 _LAYOUT = "parallel.tensor × pipeline × context × data"
@@ -40,18 +40,18 @@ class PlacementRequest:
     transport: str = AUTO
 
     @classmethod
-    def of(cls, config: Config) -> PlacementRequest:
-        engine = config.rollout.engine
+    def of(cls, ranks: int, engine: EngineConfig) -> PlacementRequest:
+        """Return the settings for a run. ``ranks``: of the trainer, see `Config.ranks`."""
         replicas, tensor_parallel = engine.replicas, engine.tensor_parallel
-        if config.ranks == 0:
+        if ranks == 0:
             transport = "message" if engine.transport == AUTO else engine.transport
             return cls(0, replicas, tensor_parallel, colocated=False, transport=transport)
-        return cls(config.ranks, replicas, tensor_parallel, engine.colocated, engine.transport)
+        return cls(ranks, replicas, tensor_parallel, engine.colocated, engine.transport)
 
     @classmethod
-    def of_evaluation(cls, config: Config) -> PlacementRequest:
+    def of_evaluation(cls, engine: EngineConfig) -> PlacementRequest:
         """Return the settings for engines without a trainer."""
-        return cls(0, config.rollout.engine.replicas, config.rollout.engine.tensor_parallel, colocated=False)
+        return cls(0, engine.replicas, engine.tensor_parallel, colocated=False)
 
 
 @dataclass(frozen=True, slots=True)

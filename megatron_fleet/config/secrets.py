@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_fleet.config.schema import Config
+    from megatron_fleet.config.schema import EnvConfig
 
 STORE = ("AWS_", "GOOGLE_APPLICATION_CREDENTIALS")
 """Name prefixes of an object store's variables."""
@@ -101,6 +101,6 @@ def _is_secret(name: str, value: str) -> bool:
     return in_value or _SECRET.search(name) is not None
 
 
-def of_environments(config: Config) -> tuple[str, ...]:
+def of_environments(env: EnvConfig) -> tuple[str, ...]:
     """Return the name prefixes of the secrets that episode workers need."""
-    return ("FLEET_",) if config.env.about.hosted else ()
+    return ("FLEET_",) if env.about.hosted else ()

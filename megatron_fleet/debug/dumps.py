@@ -78,9 +78,14 @@ def open_dump(path: Path) -> Dump:
 class Dumps:
     """The dumps of a run, in one folder."""
 
-    def __init__(self, folder: Path, most: int) -> None:
-        """Remove leftovers of interrupted saves. ``most``: dumps that the folder may hold."""
-        self._folder, self._most = folder, most
+    def __init__(self, folder: Path, most: int, config: Config) -> None:
+        """Remove leftovers of interrupted saves.
+
+        Args:
+            most: dumps that the folder may hold.
+            config: of the run; each dump holds all of it, for a replay.
+        """
+        self._folder, self._most, self._config = folder, most, config
         for stale in folder.glob(".step-*"):
             shutil.rmtree(stale)
 
@@ -89,7 +94,7 @@ class Dumps:
         kept = [open_dump(path).record.verdict for path in self._folder.glob("step-*")]
         return len(kept) < self._most and (verdict != Verdict.SPIKE or kept.count(verdict) < self._most - 1)
 
-    async def save(self, config: Config, write_state: Write, data: Sequence[Datum], record: Record) -> Path:
+    async def save(self, write_state: Write, data: Sequence[Datum], record: Record) -> Path:
         """Write one dump; called before the step changes anything. An existing one stays as it is.
 
         Args:
@@ -104,7 +109,7 @@ class Dumps:
             return final
 
         async def write(partial: Path) -> Files:
-            await asyncio.to_thread(_write_head, partial, config, data, record)
+            await asyncio.to_thread(_write_head, partial, self._config, data, record)
             (partial / STATE).mkdir()
             files = await write_state(partial / STATE)
             return {f"{STATE}/{name}": entry for name, entry in files.items()}

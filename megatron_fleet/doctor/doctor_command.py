@@ -41,7 +41,7 @@ def main(config: Config | None, environ: Mapping[str, str], quick: bool, as_json
     Raises:
         UserError: this host's devices cannot be listed, or the hosts do not meet.
     """
-    count, first = many_hosts.hosts_of(config, environ)
+    count, first = many_hosts.hosts_of(None if config is None else config.cluster, environ)
     if not first:  # one process on each host is enough
         return 0
     (mine,) = local_inventory(environ, alone=count == 1).hosts

@@ -176,7 +176,7 @@ def shared_memory(here: ProbeContext) -> Result:
     needed = OBJECT_STORE_BYTES + (NCCL_SHARED if here.host.devices else 0)
     transport = "auto" if here.config is None else here.config.rollout.engine.transport
     if here.config is not None and (transport == "shm" or (transport == "auto" and not here.host.devices)):
-        needed += engine_bytes(here.config) or 0
+        needed += engine_bytes(here.config.model) or 0
     seen = f"{_mib(free)} free in {SHARED}; the run needs {_mib(needed)}"
     if free >= needed:
         return Result("ok", seen)
@@ -242,7 +242,7 @@ def disk_space(here: ProbeContext) -> Result:
     free = disk.f_bavail * disk.f_frsize
     needed = OUTPUTS
     if here.config is not None and not here.config.policy.lora.rank:
-        needed += CHECKPOINT_BYTES * (elements(here.config) or 0) * (here.config.checkpoint.keep + 1)
+        needed += CHECKPOINT_BYTES * (elements(here.config.model.folder) or 0) * (here.config.checkpoint.keep + 1)
     seen = f"{_gib(free)} free at {folder}; the run needs {_gib(needed)}"
     if free < needed:
         return Result("failed", seen, "free some space, choose another run.out, or lower checkpoint.keep")
@@ -276,7 +276,7 @@ def disk_speed(here: ProbeContext) -> Result:
             folder.read_into("trial", part * PART, buffer)
         read = size / (time.perf_counter() - begun)
     seen = f"{written / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read at {here.folder}"
-    if here.config is not None and (parameters := elements(here.config)):
+    if here.config is not None and (parameters := elements(here.config.model.folder)):
         seen += f"; a checkpoint takes {CHECKPOINT_BYTES * parameters / written:.0f} s"
     if written < TOO_SLOW:
         return Result("failed", seen, "choose a run.out on a faster disk, and checkpoint.store.url for the slow one")

@@ -29,7 +29,7 @@ from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.cluster.joined_nodes import host_from_plain, host_to_plain
 from megatron_fleet.cluster.rank_identity import controller_address, rank_identity
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import ClusterConfig
 from megatron_fleet.doctor import network
 from megatron_fleet.doctor.probe import NOT_NEEDED, Finding, Probe, ProbeContext, Result, ask
 
@@ -39,12 +39,12 @@ ANSWER_S = 7200.0
 """Deadline of the probes of a host; each has its own."""
 
 
-def hosts_of(config: Config | None, environ: Mapping[str, str]) -> tuple[int, bool]:
+def hosts_of(cluster: ClusterConfig | None, environ: Mapping[str, str]) -> tuple[int, bool]:
     """Return how many hosts run this command together, and whether this process is its host's first.
 
     The number is ``cluster.nodes``, or that of srun or torchrun.
     """
-    count, first = (config.cluster.nodes if config is not None else 0), True
+    count, first = (cluster.nodes if cluster is not None else 0), True
     try:
         me = rank_identity(environ)
     except UserError:

@@ -14,7 +14,7 @@ from typing import Any
 from megatron_fleet.cluster.launcher import episode_python
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.remote_model import remote_model
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import ModelConfig
 from megatron_fleet.config.secrets import of_environments, without_secrets
 from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output, with_config
 from megatron_fleet.weights.fetch.cache import look_up
@@ -28,23 +28,19 @@ LOAD_S = 600.0
 """Time that an engine may take beyond ``rollout.engine.start_timeout_s`` for its compilers."""
 
 
-def elements(config: Config) -> int | None:
-    """Number of values in the model's weights; ``None``: its files are not here, or damaged."""
-    return _elements(config.model.folder)
-
-
 @lru_cache(maxsize=2)
-def _elements(folder: str) -> int | None:
+def elements(folder: str) -> int | None:
+    """Number of values in the weights of a model's folder; ``None``: its files are not here, or damaged."""
     try:
         return sum(math.prod(tensor.shape) for tensor in read_headers(folder).values())
     except UserError:
         return None
 
 
-def engine_bytes(config: Config) -> int | None:
+def engine_bytes(model: ModelConfig) -> int | None:
     """Bytes of the weights that are sent to the engines of one host through shared memory."""
-    values = elements(config)
-    return None if values is None else values * (4 if config.model.dtype == "float32" else 2)
+    values = elements(model.folder)
+    return None if values is None else values * (4 if model.dtype == "float32" else 2)
 
 
 def model_files(here: ProbeContext) -> Result:
@@ -60,9 +56,9 @@ def model_files(here: ProbeContext) -> Result:
         if missing > free:
             return Result("failed", seen, "free some space, or set HF_HOME to a larger disk")
         return Result("warning", seen, f"the run begins with the download; `mfleet model fetch {model}` does it now")
-    checked = check_model(config)
+    checked = check_model(config.model, config.rollout.engine.speculative)
     assert checked is not None  # its weights are here
-    check_resumed(config, checked)
+    check_resumed(config.run, config.policy.lora, checked)
     tensors = checked.stored
     size = sum(tensor.nbytes for tensor in tensors.values())
     seen = f"{len(tensors)} tensors, {size / 1e9:.1f} GB in {folder}"
@@ -79,7 +75,7 @@ def engine_token(here: ProbeContext) -> Result:
     """Start an engine of the configuration on this host and let it sample one token."""
     config = here.config
     assert config is not None
-    if elements(config) is None:
+    if elements(config.model.folder) is None:
         return Result("skipped", "the model is not here")
     wanted, devices = config.rollout.engine.tensor_parallel, here.host.devices
     if devices and wanted > len(devices):
@@ -109,7 +105,7 @@ def environment_step(here: ProbeContext) -> Result:
     env = config.env
     one_s = env.make_timeout_s + env.reset_timeout_s + env.step_timeout_s
     deadline_s = env.start_timeout_s + len(first) * one_s + LOAD_S
-    environ = without_secrets(here.environ, of_environments(config))
+    environ = without_secrets(here.environ, of_environments(config.env))
     found = _ask(str(episode_python()), "megatron_fleet.envs.first_step", request, environ, deadline_s)["environments"]
     wrong = [one for one in found if not one.get("works")]
     said = "; ".join(map(_first_step, sorted(wrong or found, key=lambda one: str(one["environment"]))))

@@ -47,7 +47,7 @@ def wandb(here: ProbeContext) -> Result:
     from megatron_fleet.telemetry.trackers import check_wandb
 
     assert here.config is not None
-    check_wandb(here.config)
+    check_wandb(here.config.logging.wandb, here.config.data)
     where = "WANDB_API_KEY" if wandb_key(here.config.data.modality) else "a netrc file, whose key was not tried"
     return Result("ok", where)
 
@@ -57,7 +57,7 @@ def mlflow(here: ProbeContext) -> Result:
     from megatron_fleet.telemetry.trackers import check_mlflow
 
     assert here.config is not None
-    check_mlflow(here.config)
+    check_mlflow(here.config.logging.mlflow)
     return Result("ok", f"{here.config.logging.mlflow.uri} answers")
 
 

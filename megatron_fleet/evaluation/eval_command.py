@@ -282,7 +282,7 @@ async def play(
         finally:
             store.flush()
 
-    return await Evaluator(config, held_out, resumed).play(show)
+    return await Evaluator(config.eval, config.rollout, config.run, held_out, resumed).play(show)
 
 
 def check_known(evaluation: Evaluation) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from megatron_fleet.agents.trajectory import Group
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EvalConfig, RolloutConfig, RunConfig
 from megatron_fleet.data.near import near_duplicates
 from megatron_fleet.data.split import key_hash
 from megatron_fleet.data.task import Task
@@ -69,9 +69,16 @@ class Evaluation:
 class Evaluator:
     """Evaluator on a fixed set of held-out tasks, one evaluation at a time."""
 
-    def __init__(self, config: Config, held_out: Sequence[Task], collect: Collect) -> None:
-        self._config, self._collect = config, collect
-        self.tasks, self._held_out = choose(held_out, config.eval.tasks), len(held_out)
+    def __init__(
+        self,
+        settings: EvalConfig,
+        rollout: RolloutConfig,
+        run: RunConfig,
+        held_out: Sequence[Task],
+        collect: Collect,
+    ) -> None:
+        self._settings, self._rollout, self._run, self._collect = settings, rollout, run, collect
+        self.tasks, self._held_out = choose(held_out, settings.tasks), len(held_out)
         self._running: asyncio.Task[Evaluation] | None = None
 
     async def play(self, show: ShowPhase) -> Evaluation:
@@ -98,18 +105,18 @@ class Evaluator:
                 await running
 
     async def _play(self, show: ShowPhase | None) -> Evaluation:
-        config, started = self._config.eval, time.monotonic()
-        share = config.samples / (config.samples + config.greedy)
-        budget = None if config.budget_s is None else config.budget_s * share
-        temperature = self._config.rollout.sampling.temperature
-        sampled = await self._episodes(config.samples, temperature, budget, show)
-        max_context = self._config.rollout.max_context
+        settings, started = self._settings, time.monotonic()
+        share = settings.samples / (settings.samples + settings.greedy)
+        budget = None if settings.budget_s is None else settings.budget_s * share
+        temperature = self._rollout.sampling.temperature
+        sampled = await self._episodes(settings.samples, temperature, budget, show)
+        max_context = self._rollout.max_context
         if never := why_nothing_can_be_known(trajectories_of(sampled.groups), max_context):
             raise UserError(f"evaluation: {never}")
         accounting, greedy = sampled.accounting, []
-        if config.greedy:
-            if config.budget_s is not None:
-                budget = max(config.budget_s - sampled.seconds, 0)  # excludes the engines' start-up time
+        if settings.greedy:
+            if settings.budget_s is not None:
+                budget = max(settings.budget_s - sampled.seconds, 0)  # excludes the engines' start-up time
             result = await self._episodes(1, 0.0, budget, show)
             accounting, greedy = accounting + result.accounting, result.groups
         return Evaluation(sampled.groups, greedy, accounting, self._held_out, time.monotonic() - started)
@@ -117,7 +124,7 @@ class Evaluator:
     async def _episodes(
         self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None
     ) -> CollectResult:
-        run = self._config.run
+        run = self._run
         request = CollectRequest(
             step=SEED_STEP,
             tasks=self.tasks,

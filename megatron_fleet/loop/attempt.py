@@ -117,7 +117,7 @@ def open_attempts(
         if state is not None:
             batches.load(state["batches"])
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
-        evaluator = Evaluator(config, held_out, rollout.collect)
+        evaluator = Evaluator(config.eval, config.rollout, config.run, held_out, rollout.collect)
         evaluations = Evaluations(config, evaluator, records)
         if state is None:
             evaluations.decide(0)

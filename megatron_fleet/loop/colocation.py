@@ -20,7 +20,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Literal, Protocol, final
 
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EngineConfig, RunConfig
 from megatron_fleet.loop.memory_budget import GIB, Limits, MemoryBudget
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.trainer.base import PARTS, Part, Ranks, Trainer, TrainerLost
@@ -193,19 +193,21 @@ def limits(sizes: Mapping[str, int], residual: int) -> Limits:
     }
 
 
-async def open_colocation(config: Config, trainer: Trainer, engines: SleepingEngines) -> Colocation:
+async def open_colocation(
+    settings: EngineConfig, run: RunConfig, trainer: Trainer, engines: SleepingEngines
+) -> Colocation:
     """Open the `Colocation` of a run in phase ``train``. Colocated engines are already asleep.
 
     Args:
-        config: its ``rollout.engine.colocated`` is as the placement decided.
+        settings: its ``colocated`` is as the placement decided.
     """
-    sharing, residual = None, int(config.rollout.engine.residual_gib * GIB)
+    sharing, residual = None, int(settings.residual_gib * GIB)
     allowed: list[Limits] = []
-    if config.rollout.engine.colocated:
+    if settings.colocated:
         sharing = trainer.ranks
         assert sharing is not None  # the placement has said so
         allowed = [limits(sizes, residual) for sizes in sharing.info.part_bytes]
-    budget = MemoryBudget(trainer.ranks, allowed, Path(config.run.out) / "memory.json")
+    budget = MemoryBudget(trainer.ranks, allowed, Path(run.out) / "memory.json")
     colocation = Colocation(sharing, engines, budget)
     await colocation.restart(_nothing)
     return colocation

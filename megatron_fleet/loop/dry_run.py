@@ -41,7 +41,9 @@ def describe(config: Config, inventory: Inventory | None = None) -> str:
         sections["placement"] = [_not_known_yet(config)]
     else:
         inventory = inventory or local_inventory(os.environ)
-        sections["placement"] = draw(inventory, place(inventory, PlacementRequest.of(config)))
+        sections["placement"] = draw(
+            inventory, place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+        )
         if devices := inventory.hosts[0].devices:
             memory = _memory(config, min(device.memory_bytes for device in devices))
             sections["memory (computed, docs/understand/memory.md)"] = memory

@@ -10,7 +10,7 @@ from typing import Protocol, final
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import RolloutConfig, RunConfig
 from megatron_fleet.loop.colocation import Colocation, SleepingEngines, open_colocation
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.requests import RolloutFailed
@@ -41,12 +41,14 @@ class EngineWeights:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
+        run: RunConfig,
         trainer: Trainer,
         engines: EngineService,
         transport: Transport,
     ) -> None:
-        self._config, self._trainer, self._engines, self._transport = config, trainer, engines, transport
+        self._settings, self._run = rollout.engine, run
+        self._trainer, self._engines, self._transport = trainer, engines, transport
         self._colocation: Colocation | None = None
         self._version: int | None = None  # of the trainer's weights; None while they change
         self._version_changed = asyncio.Condition()
@@ -82,13 +84,13 @@ class EngineWeights:
         if self._colocation is not None:
             await self._colocation.restart(start)
             return
-        if self._config.rollout.engine.colocated and reason is None:
+        if self._settings.colocated and reason is None:
             # Engines measure how much memory they may allocate, so they must be alone on the devices at startup.
             await self._engines.wait_ready()
             await self._engines.sleep()
         await start()
         # It needs the sizes of the trainer's parts.
-        self._colocation = await open_colocation(self._config, self._trainer, self._engines)
+        self._colocation = await open_colocation(self._settings, self._run, self._trainer, self._engines)
 
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`.
@@ -110,7 +112,7 @@ class EngineWeights:
         Raises:
             RolloutFailed: an engine was given up, or differs too much.
         """
-        engine = self._config.rollout.engine
+        engine = self._settings
         sync = partial(self._sync, version)
         if not engine.probe_interval or version % engine.probe_interval:
             await self.colocation.to_engines(sync)

@@ -9,12 +9,11 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, SafetyConfig
+from megatron_fleet.config.schema import PolicyConfig, SafetyConfig
 from megatron_fleet.debug.dumps import Dumps, Record, Verdict, shorten
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Ranks, Trainer, TrainerLost
@@ -45,12 +44,11 @@ class Update:
 class StepGuard:
     """Take optimizer steps, skipping those whose loss or gradient is not finite."""
 
-    def __init__(self, config: Config, trainer: Trainer) -> None:
-        self._config, self._trainer = config, trainer
-        safety = config.policy.safety
-        self._judge = StepJudge(safety)
-        self._limit = safety.max_skipped_in_a_row
-        self._dumps = Dumps(Path(config.run.out) / "dumps", safety.max_dumps)
+    def __init__(self, policy: PolicyConfig, trainer: Trainer, dumps: Dumps) -> None:
+        """Args: ``dumps``: keep the anomalous steps of ranks for replay."""
+        self._optimizer, self._trainer, self._dumps = policy.optimizer, trainer, dumps
+        self._judge = StepJudge(policy.safety)
+        self._limit = policy.safety.max_skipped_in_a_row
         self._last = ""
 
     @property
@@ -77,7 +75,7 @@ class StepGuard:
 
     async def optim_step(self, update: Update) -> OptimReport:
         """Call `Trainer.optim_step`, unless loss or gradient is not finite, and report anomalies."""
-        adam, ranks = AdamParams.of(self._config.policy.optimizer, update.lr), self._trainer.ranks
+        adam, ranks = AdamParams.of(self._optimizer, update.lr), self._trainer.ranks
         step = self._step(adam, update) if ranks is None else self._held_step(ranks, adam, update)
         report, verdict = await step
         self._judge.record(report.grad_norm, report.skipped)
@@ -136,7 +134,7 @@ class StepGuard:
     async def _keep(self, update: Update, record: Record) -> str:
         """Write a dump; returns the outcome as text. A failed dump does not end the run, a lost trainer does."""
         try:
-            path = await self._dumps.save(self._config, self._trainer.save_state, update.data, record)
+            path = await self._dumps.save(self._trainer.save_state, update.data, record)
         except TrainerLost:
             raise
         except Exception as error:

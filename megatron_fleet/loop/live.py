@@ -24,7 +24,7 @@ import psutil
 from megatron_fleet.cluster.janitor import marked
 from megatron_fleet.cluster.joined_nodes import STACKS_S, Nodes
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import LoggingConfig, RunConfig
 from megatron_fleet.loop.stopping import Stopped
 from megatron_fleet.loop.watchdog import Watchdog
 from megatron_fleet.platform.alerts import listening
@@ -76,13 +76,13 @@ class LiveRun:
         nodes: other hosts, if there are any.
     """
 
-    def __init__(self, config: Config, started: float) -> None:
+    def __init__(self, run: RunConfig, settings: LoggingConfig, started: float) -> None:
         """Args: ``started``: unix time at which this attempt began."""
         self.ranks: LiveRanks | None = None
         self.rollout: LiveRollout | None = None
         self.nodes: Nodes | None = None
-        self._config, self._started = config, started
-        self._out = Path(config.run.out)
+        self._run, self._settings, self._started = run, settings, started
+        self._out = Path(run.out)
         self._alerts = _Kept()
         self._memory = _Memory()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -92,13 +92,13 @@ class LiveRun:
         self._watchdog: Watchdog | None = None
 
     def __enter__(self) -> LiveRun:
-        config, logs = self._config, self._out / "logs"
-        TIMELINE.reset(config.logging.trace_every)
+        settings, logs = self._settings, self._out / "logs"
+        TIMELINE.reset(settings.trace_every)
         self._loop = asyncio.get_running_loop()
         self._cleanup.enter_context(listening(self._alerts))
-        if config.logging.alerts.stall is not None:
+        if settings.alerts.stall is not None:
             logs.mkdir(exist_ok=True)
-            self._watchdog = Watchdog(TIMELINE, logs, config.logging.alerts.stall, self._stacks)
+            self._watchdog = Watchdog(TIMELINE, logs, settings.alerts.stall, self._stacks)
         self._thread = threading.Thread(target=self._watch, name="live", daemon=True)
         self._thread.start()
         return self
@@ -119,7 +119,7 @@ class LiveRun:
 
     def status(self, state: State = "running") -> RunStatus:
         """Return the present state."""
-        run, load = self._config.run, Load([], {}, 0, 0) if self.rollout is None else self.rollout.live()
+        run, load = self._run, Load([], {}, 0, 0) if self.rollout is None else self.rollout.live()
         phases = list(TIMELINE.phases)[-MAX_PHASES:]
         return RunStatus(
             name=run.name,

@@ -82,12 +82,12 @@ async def _train(
     train, held_out = load_data(config)
     out, token = Path(config.run.out), run_token(os.environ)
     async with AsyncExitStack() as stack:
-        live = stack.enter_context(LiveRun(config, started))
+        live = stack.enter_context(LiveRun(config.run, config.logging, started))
         hosts = await stack.enter_async_context(open_hosts(config, token))
         live.nodes = hosts.nodes
         inventory = hosts.inventory
-        placement = place(inventory, PlacementRequest.of(config))
-        if problem := other_kind(config, [device.kind for host in inventory.hosts for device in host.devices]):
+        placement = place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+        if problem := other_kind(config.cluster, [device.kind for host in inventory.hosts for device in host.devices]):
             log.warning("%s", problem)
         (out / "logs").mkdir(exist_ok=True)
         write_atomically(out / "logs" / "placement.txt", f"{draw(inventory, placement)}\n".encode())
@@ -102,7 +102,7 @@ async def _train(
         first = inventory.host(placement.ranks[0].host) if placement.ranks else inventory.hosts[0]
         transport = make_transport(placement.transport, {"address": first.address, "url": weights_url(config)})
         stack.callback(transport.close)
-        engines = EngineWeights(config, trainer, rollout, transport)
+        engines = EngineWeights(config.rollout, config.run, trainer, rollout, transport)
         attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements])
         saves = Saves(config.checkpoint, config.run.last_step, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)

@@ -27,6 +27,7 @@ from typing import Any, TypeVar, final
 from megatron_fleet.checkpoint.checkpoints import Checkpoint
 from megatron_fleet.checkpoint.saves import Saves
 from megatron_fleet.config.schema import Config
+from megatron_fleet.debug.dumps import Dumps
 from megatron_fleet.loop.attempt import Attempt, OpenAttempt
 from megatron_fleet.loop.batches import Outage
 from megatron_fleet.loop.engine_weights import EngineWeights
@@ -96,7 +97,9 @@ class Training:
         if self._config.algorithm.kl.coef > 0:
             await self._trainer.keep_reference()
         await self._saves.resume(found)
-        self._guard = StepGuard(self._config, self._trainer)
+        policy, out = self._config.policy, Path(self._config.run.out)
+        dumps = Dumps(out / "dumps", policy.safety.max_dumps, self._config)
+        self._guard = StepGuard(policy, self._trainer, dumps)
         if state is not None:
             self._guard.load(state["guard"])
         self._step = 0 if state is None else int(state["step"])
@@ -134,7 +137,15 @@ class Training:
             attempt.records.show("training")
             await self._engines.to_trainer()
             with clock.phase("policy_train"):
-                reports = await update(config, self._trainer, self._guard, batch.updates, self._step)
+                reports = await update(
+                    config.algorithm,
+                    config.policy,
+                    config.run,
+                    self._trainer,
+                    self._guard,
+                    batch.updates,
+                    self._step,
+                )
             self._step += 1
         if self._saves.due(self._step) or self._guard.stuck:
             with clock.phase("save_checkpoints"):

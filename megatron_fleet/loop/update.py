@@ -10,7 +10,7 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.loss_metrics import needs_proximal
-from megatron_fleet.config.schema import Config, OptimizerConfig
+from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig
 from megatron_fleet.loop.guard import StepGuard, Update
 from megatron_fleet.trainer.base import LossReport, LossSpec, OptimReport, Trainer
 
@@ -18,21 +18,26 @@ Reports = list[tuple[LossReport, OptimReport]]
 
 
 async def update(
-    config: Config, trainer: Trainer, guard: StepGuard, updates: Sequence[Sequence[Datum]], step: int
+    algorithm: AlgorithmConfig,
+    policy: PolicyConfig,
+    run: RunConfig,
+    trainer: Trainer,
+    guard: StepGuard,
+    updates: Sequence[Sequence[Datum]],
+    step: int,
 ) -> Reports:
     """Take one optimizer step for each of ``updates``, the parts of the batch of training step ``step`` (from 0).
 
     With one part, π_old equals π and needs no forward pass. With several parts it is computed before the first update,
     for losses that need it.
     """
-    algorithm = config.algorithm
     if algorithm.kl.coef > 0:
         updates = [with_logprobs(data, "reference", await trainer.forward(data, "reference")) for data in updates]
     if len(updates) > 1 and needs_proximal(algorithm):
         updates = [with_logprobs(data, "proximal", await trainer.forward(data)) for data in updates]
-    parts, reports = config.policy.updates_per_batch, []
+    parts, reports = policy.updates_per_batch, []
     for part, data in enumerate(updates):
-        lr = lr_at(step * parts + part, config.policy.optimizer, config.run.last_step * parts)
+        lr = lr_at(step * parts + part, policy.optimizer, run.last_step * parts)
         report = await trainer.forward_backward(data, LossSpec.of(algorithm))
         reports.append((report, await guard.optim_step(Update(step + 1, part, lr, data, report))))
     return reports

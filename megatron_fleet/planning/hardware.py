@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import ClusterConfig
 from megatron_fleet.planning.memory.phases import DEVICES_PER_HOST, H100_BYTES
 
 
@@ -58,7 +58,7 @@ _ALL = (
 GPUS: Mapping[str, Gpu] = {gpu.name: gpu for gpu in _ALL}
 
 
-def gpu_of(config: Config, name: str | None = None, memory_gib: float | None = None) -> Gpu:
+def gpu_of(cluster: ClusterConfig, name: str | None = None, memory_gib: float | None = None) -> Gpu:
     """Return the GPU of that name, in any case; ``None``: ``cluster.gpu``, or an H100 where that is null.
 
     Args:
@@ -67,7 +67,7 @@ def gpu_of(config: Config, name: str | None = None, memory_gib: float | None = N
     Raises:
         UserError: it is not known, or has no memory.
     """
-    name = name or config.cluster.gpu or _H100.name
+    name = name or cluster.gpu or _H100.name
     if name.upper() not in GPUS:
         raise UserError(f"--gpu {name} is not a known GPU; choose one of {', '.join(GPUS)}, or add --gpu-memory GIB.")
     gpu = GPUS[name.upper()]
@@ -78,13 +78,13 @@ def gpu_of(config: Config, name: str | None = None, memory_gib: float | None = N
     return replace(gpu, name=f"{gpu.name} with {memory_gib:g} GiB", memory=int(memory_gib * (1 << 30)))
 
 
-def other_kind(config: Config, products: Iterable[str]) -> str | None:
+def other_kind(cluster: ClusterConfig, products: Iterable[str]) -> str | None:
     """Return a sentence if a GPU is not of the kind that ``cluster.gpu`` names; ``None``: all are, or it names none.
 
     Args:
         products: names of the GPUs as nvidia-smi has them: ``NVIDIA H100 80GB HBM3``.
     """
-    wanted = config.cluster.gpu
+    wanted = cluster.gpu
     others = sorted({product for product in products if not re.search(rf"\b{wanted}\b", product)}) if wanted else []
     if not others:
         return None

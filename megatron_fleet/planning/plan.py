@@ -118,7 +118,7 @@ def devices_of(config: Config) -> int:
 def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunMemory) -> str | None:
     """Return why a run cannot have its GPUs, by the checks that precede a start and by what they only warn of."""
     try:
-        place(_inventory(gpu, devices_of(config)), PlacementRequest.of(config))
+        place(_inventory(gpu, devices_of(config)), PlacementRequest.of(config.ranks, config.rollout.engine))
         refuse_memory(config, hf_config, gpu.memory, gpu.host_memory)
     except UserError as error:
         return str(error)

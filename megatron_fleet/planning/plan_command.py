@@ -66,8 +66,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--search and --simulate answer different questions; give one of them.")
     config = load(args.overrides)
     validate.check(config)
-    gpu = gpu_of(config, args.gpu, args.gpu_memory)
-    workload = Workload.of(config, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted)
+    gpu = gpu_of(config.cluster, args.gpu, args.gpu_memory)
+    workload = Workload.of(
+        config.rollout, config.env, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted
+    )
     if args.search is not None:
         return _search(args, config, gpu, workload)
     if args.simulate is not None:

@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EnvConfig, RolloutConfig
 
 MEAN_SHARE = 0.3
 """Mean length of an episode, as a share of ``rollout.max_context``: the users' episodes end having used 0.28 to 0.7."""
@@ -60,7 +60,8 @@ class Workload:
     @classmethod
     def of(
         cls,
-        config: Config,
+        rollout: RolloutConfig,
+        env: EnvConfig,
         mean: float | None = None,
         sampled: float | None = None,
         turns: float | None = None,
@@ -72,7 +73,7 @@ class Workload:
         Raises:
             UserError: a number is out of its range, or of a drafter that there is not.
         """
-        rollout, drafter = config.rollout, config.rollout.engine.speculative.method
+        drafter = rollout.engine.speculative.method
         if accepted is not None and drafter == "none":
             raise UserError(
                 f"--accepted {accepted:g} needs a drafter, but rollout.engine.speculative.method=none; set that, or "
@@ -98,7 +99,7 @@ class Workload:
             sampled=sampled,
             turns=turns,
             tool_s=TOOL_S if tool_s is None else tool_s,
-            start_s=START_S if config.env.about.hosted else 0.0,
+            start_s=START_S if env.about.hosted else 0.0,
             accepted=accepted,
         )
 

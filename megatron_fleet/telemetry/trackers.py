@@ -19,8 +19,9 @@ import numpy as np
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.network import go_direct, through_proxy
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import DataConfig
 from megatron_fleet.config.secrets import WANDB_KEY, only_secrets, wandb_key
+from megatron_fleet.config.sections.logging import MlflowConfig, WandbConfig
 from megatron_fleet.telemetry.samples import COLUMNS, choose, row
 
 if TYPE_CHECKING:
@@ -242,13 +243,13 @@ def _allowed(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)
 
 
-def check_wandb(config: Config) -> None:
+def check_wandb(wandb: WandbConfig, data: DataConfig) -> None:
     """Check that a W&B key exists, and that W&B knows it. That it does not answer is only a warning.
 
     Raises:
         UserError: there is no key, or W&B does not know it.
     """
-    wandb, key = config.logging.wandb, wandb_key(config.data.modality)
+    key = wandb_key(data.modality)
     if wandb.project is None or wandb.mode == "offline":
         return
     if key is None and not Path(os.environ.get("NETRC", "~/.netrc")).expanduser().is_file():
@@ -279,13 +280,13 @@ def _is_known(key: str) -> bool:
     return answer.status_code != 401 and not (answer.status_code == 200 and nobody)
 
 
-def check_mlflow(config: Config) -> None:
+def check_mlflow(mlflow: MlflowConfig) -> None:
     """Check that the MLflow server answers; credentials are not validated before the run starts.
 
     Raises:
         UserError: MLflow is not installed, or the server does not answer.
     """
-    uri = config.logging.mlflow.uri
+    uri = mlflow.uri
     if uri is None:
         return
     if find_spec("mlflow") is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, ParallelConfig, PrecisionConfig
+from megatron_fleet.config.schema import ParallelConfig, PolicyConfig, PrecisionConfig
 from megatron_fleet.models.layout import FP8_BLOCK, FP8_SIDE
 from megatron_fleet.models.model import Model
 
@@ -98,17 +98,17 @@ class Machine:
     engine_fault: str = "it is not installed"
 
 
-def machine_problem(config: Config, machine: Machine) -> str | None:
-    """Reason why this machine cannot train with ``config``, with advice; ``None`` when it can."""
-    recipe = config.precision.recipe
-    fault = "policy.kernels=torch leaves it out" if config.policy.kernels == "torch" else machine.engine_fault
-    engine = None if config.policy.kernels == "torch" else machine.engine
-    if "moe_act" in config.policy.recomputed_parts and engine is None:
+def machine_problem(policy: PolicyConfig, precision: PrecisionConfig, machine: Machine) -> str | None:
+    """Reason why this machine cannot train with these settings, with advice; ``None`` when it can."""
+    recipe = precision.recipe
+    fault = "policy.kernels=torch leaves it out" if policy.kernels == "torch" else machine.engine_fault
+    engine = None if policy.kernels == "torch" else machine.engine
+    if "moe_act" in policy.recomputed_parts and engine is None:
         return (
             f"policy.recompute names moe_act, which needs the grouped experts of Transformer Engine, and {fault}; "
             f"remove moe_act or name moe."
         )
-    if config.precision.fp8:
+    if precision.fp8:
         asked, oldest = f"precision.recipe={recipe}", _OLDEST_ENGINE[recipe]
         if machine.capability is None:
             return f"{asked} needs a CUDA device, which this host lacks; set precision.recipe=model_dtype."
@@ -122,9 +122,9 @@ def machine_problem(config: Config, machine: Machine) -> str | None:
                 f"{asked} needs a Hopper GPU (compute capability 9.0) and CUDA 12.9, but found "
                 f"{_dotted(machine.capability)} and {_dotted(machine.cuda)}; choose fp8_tensorwise or update CUDA."
             )
-    elif config.policy.optimizer.moments != "float32" and machine.capability is not None:
-        asked, oldest = f"policy.optimizer.moments={config.policy.optimizer.moments}", _PRECISION_AWARE_ENGINE
-    elif machine.capability is None or engine is not None or config.policy.kernels == "torch":
+    elif policy.optimizer.moments != "float32" and machine.capability is not None:
+        asked, oldest = f"policy.optimizer.moments={policy.optimizer.moments}", _PRECISION_AWARE_ENGINE
+    elif machine.capability is None or engine is not None or policy.kernels == "torch":
         return None
     else:
         return (
@@ -163,13 +163,13 @@ def _import_fault() -> str | None:
     return None
 
 
-def check_machine(config: Config) -> None:
-    """Refuse a configuration that cannot run here.
+def check_machine(policy: PolicyConfig, precision: PrecisionConfig) -> None:
+    """Refuse settings with which nothing can be trained here.
 
     Raises:
         UserError: the device, CUDA or Transformer Engine that it needs is missing.
     """
-    if problem := machine_problem(config, this_machine()):
+    if problem := machine_problem(policy, precision, this_machine()):
         raise UserError(problem)
 
 

@@ -6,24 +6,24 @@ import os
 import sys
 
 from megatron_fleet.cluster.inventory import compute_capability, cuda_is_installed
-from megatron_fleet.config.schema import Config, ParallelConfig
+from megatron_fleet.config.schema import ParallelConfig, PolicyConfig
 
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
-def prepare_process(config: Config) -> None:
-    """Make the settings that ``config`` needs, except those that the user has made in the environment.
+def prepare_process(policy: PolicyConfig, parallel: ParallelConfig) -> None:
+    """Make the settings that the trainer needs, except those that the user has made in the environment.
 
     Raises:
         UserError: nvidia-smi fails.
     """
-    if config.policy.kernels == "torch":
+    if policy.kernels == "torch":
         # An entry of None makes every later import of it fail as if it were not installed, in Megatron as well.
         sys.modules["transformer_engine"] = None  # type: ignore[assignment]
-    shared = config.parallel.tensor > 1 or config.parallel.context > 1
+    shared = parallel.tensor > 1 or parallel.context > 1
     if shared and CONNECTIONS not in os.environ and cuda_is_installed():
         found = compute_capability(os.environ)
-        if found is not None and (connections := device_connections(config.parallel, found)):
+        if found is not None and (connections := device_connections(parallel, found)):
             os.environ[CONNECTIONS] = connections
 
 

@@ -79,7 +79,7 @@ def main(environ: Mapping[str, str]) -> int:
     write_stacks_on_signal()
     config = Config.model_validate_json(answer[1])
     fetch(config.model.path)  # where torchrun or srun starts the ranks, nobody else has done it on this host
-    prepare_process(config)
+    prepare_process(config.policy, config.parallel)
     return RankServer(link, who, answer[1], here).serve()
 
 

@@ -203,8 +203,9 @@ class RankVerbs:
         if self._sender is None or self._transport != transport:
             self._close_sender()
             source = self._policy.weight_source()
-            path = self._config.model.folder
-            model = open_engine_model(path, fp8_declaration(self._config))
+            config = self._config
+            declared = fp8_declaration(config.model, config.precision, config.rollout.engine)
+            model = open_engine_model(config.model.folder, declared)
             self._sender = make_sender(transport, source, self._world, devices.device(), model)
             self._transport = transport
         return dict(self._sender.prepare(options))

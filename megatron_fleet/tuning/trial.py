@@ -31,7 +31,7 @@ def main(folder: Path) -> int:
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     try:
         config = Config.model_validate(request["config"])
-        prepare_process(config)
+        prepare_process(config.policy, config.parallel)
         result, logprobs = measure(config, request["init"], request["repeats"])
         np.save(folder / "logprobs.npy", logprobs)
     except UserError as error:

@@ -92,5 +92,5 @@ def _engine(args: argparse.Namespace) -> int:
     from megatron_fleet.tuning.tune_engine import Load, main
 
     _check_positive(args, "repeats", "sequences", "prompt", "answer")
-    load = Load.of(_checked(args), args.sequences, args.prompt, args.answer)
+    load = Load.of(_checked(args).rollout, args.sequences, args.prompt, args.answer)
     return main(lambda settings: _compose(args, settings), load, args.asked, args.repeats, args.json, args.write)

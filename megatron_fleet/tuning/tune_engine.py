@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import RolloutConfig
 from megatron_fleet.rollout.engine_arguments import environment
 from megatron_fleet.tuning.search import Candidate, Compose, fastest, run_trial
 from megatron_fleet.tuning.show import Report, finish
@@ -42,13 +42,12 @@ class Load:
     answer: int
 
     @classmethod
-    def of(cls, config: Config, sequences: int | None, prompt: int | None, answer: int | None) -> Load:
+    def of(cls, rollout: RolloutConfig, sequences: int | None, prompt: int | None, answer: int | None) -> Load:
         """Make the load from what is given, and otherwise from the configuration.
 
         Raises:
             UserError: a sequence is longer than the context.
         """
-        rollout = config.rollout
         answer = answer or min(rollout.sampling.max_tokens_per_turn, rollout.max_context // 2)
         load = cls(
             sequences or max(1, rollout.episodes_in_flight // rollout.engine.replicas),

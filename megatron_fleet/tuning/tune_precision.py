@@ -85,7 +85,7 @@ def candidates(config: Config, machine: Machine) -> list[tuple[PrecisionCandidat
     out = [_candidate(config, dtype, "model_dtype") for dtype in (*plain, "bfloat16")]
     out += [_candidate(config, "bfloat16", recipe) for recipe in RECIPES]
     for row, its in out:
-        row.problem = machine_problem(its, machine)
+        row.problem = machine_problem(its.policy, its.precision, machine)
     return out
 
 

@@ -141,7 +141,7 @@ class _Bench:
     def _run(self, row: Candidate, config: Config) -> None:
         """Raises UserError where the configuration cannot be run, here or in its own layout."""
         validate.check(config)
-        check_machine(config)
+        check_machine(config.policy, config.precision)
         _check_memory(config)
         optimizer = config.policy.optimizer.model_copy(update={"moments": "float32", "offload_fraction": 0.0})
         alone = config.model_copy(

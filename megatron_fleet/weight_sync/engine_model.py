@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EngineConfig, ModelConfig, PrecisionConfig
 from megatron_fleet.models.hf_config import is_quantized
 from megatron_fleet.weights.fp8_model import as_fp8, declare_fp8, declared_tensors, fp8_tensors
 from megatron_fleet.weights.hf_folder import read_config
@@ -26,7 +26,7 @@ _BY_COLUMNS = re.compile(r"\.(linear_proj|linear_fc2|out_proj)\.")
 """Matrices whose columns the devices of an engine share; of the others they share the rows."""
 
 
-def fp8_declaration(config: Config) -> dict[str, Any] | None:
+def fp8_declaration(model: ModelConfig, precision: PrecisionConfig, engine: EngineConfig) -> dict[str, Any] | None:
     """Return the ``quantization_config`` of engines that hold an unquantised ``model.path`` in FP8.
 
     Layers that the trainer keeps in BF16 (`precision.bf16_layers_at_start`, …) stay so in the engines.
@@ -37,27 +37,25 @@ def fp8_declaration(config: Config) -> dict[str, Any] | None:
     Raises:
         UserError: the folder is not a model, or none of its layers can be quantised.
     """
-    precision = config.precision
-    if not config.rollout.engine.fp8(precision.recipe) or is_quantized(read_config(config.model.folder)):
+    if not engine.fp8(precision.recipe) or is_quantized(read_config(model.folder)):
         return None
-    model = open_model(config.model.folder)
-    tensors = fp8_tensors(model.table, precision.bf16_layers_at_start, precision.bf16_layers_at_end)
+    opened = open_model(model.folder)
+    tensors = fp8_tensors(opened.table, precision.bf16_layers_at_start, precision.bf16_layers_at_end)
     if not tensors:
         raise UserError(
-            f"model.path={config.model.path}: no layer can be quantised in blocks of 128 x 128, since their sides are "
+            f"model.path={model.path}: no layer can be quantised in blocks of 128 x 128, since their sides are "
             f"not multiples of 128 or all layers stay in BF16; set rollout.engine.quantization=none."
         )
-    return declare_fp8(model, tensors)
+    return declare_fp8(opened, tensors)
 
 
-def check_engine_fp8(config: Config) -> None:
+def check_engine_fp8(model: ModelConfig, precision: PrecisionConfig, engine: EngineConfig) -> None:
     """Refuse engines in FP8 that vLLM could not build: each device's part of a quantised matrix has whole blocks.
 
     Raises:
         UserError: the first problem, with advice.
     """
-    engine, path = config.rollout.engine, config.model.folder
-    declared = fp8_declaration(config)
+    path, declared = model.folder, fp8_declaration(model, precision, engine)
     if declared is not None and engine.speculative.method == "mtp":
         raise UserError(
             f"rollout.engine.speculative.method=mtp with engines in FP8: model.path={path} has its prediction layers "
@@ -66,15 +64,15 @@ def check_engine_fp8(config: Config) -> None:
         )
     if engine.tensor_parallel == 1 or (declared is None and not is_quantized(read_config(path))):
         return
-    model = open_engine_model(path, declared)
-    for matrix in model.table.matrices():
+    opened = open_engine_model(path, declared)
+    for matrix in opened.table.matrices():
         names = [piece.tensor for piece in matrix.pieces if piece.tensor is not None]
-        if matrix.expert in (None, 0) and any(isinstance(model.encodings[name], Fp8) for name in names):
-            _check_split(config, matrix, model)
+        if matrix.expert in (None, 0) and any(isinstance(opened.encodings[name], Fp8) for name in names):
+            _check_split(engine, matrix, opened)
 
 
-def _check_split(config: Config, matrix: Matrix, model: HfModel) -> None:
-    engine, key = config.rollout.engine, matrix.rule.key
+def _check_split(engine: EngineConfig, matrix: Matrix, model: HfModel) -> None:
+    key = matrix.rule.key
     devices = 1 if engine.expert_parallel and matrix.expert is not None else engine.tensor_parallel
     if _WHOLE.search(key):
         return

@@ -18,7 +18,8 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.remote_model import remote_model
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import LoraConfig, ModelConfig, RunConfig
+from megatron_fleet.config.sections.rollout import SpeculativeConfig
 from megatron_fleet.models.hf_config import declared_quantization, read_model
 from megatron_fleet.models.registry import use_family
 from megatron_fleet.storage.folder import Folder
@@ -35,7 +36,7 @@ _STEP = re.compile(r"step_(\d+)")
 log = logging.getLogger(__name__)
 
 
-def check_model(config: Config, tokenizer: bool = True) -> HfModel | None:
+def check_model(model: ModelConfig, speculative: SpeculativeConfig, tokenizer: bool = True) -> HfModel | None:
     """Refuse a run or an evaluation whose model folder trainer or engines could not load.
 
     Args:
@@ -47,28 +48,28 @@ def check_model(config: Config, tokenizer: bool = True) -> HfModel | None:
     Raises:
         UserError: names file, tensor or field, and what to do.
     """
-    use_family(config.model.family)
-    folder = open_folder(config.model.folder)
-    drafts = config.rollout.engine.speculative.method == "mtp"
+    use_family(model.family)
+    folder = open_folder(model.folder)
+    drafts = speculative.method == "mtp"
     if drafts and not read_model(read_config(folder)).mtp:
         raise UserError(
             "rollout.engine.speculative.method=mtp: this model has no multi-token prediction layers; set it to ngram "
             "or none."
         )
     sizes = folder.sizes()
-    if remote_model(config.model.path) is not None and not any(name.endswith(".safetensors") for name in sizes):
+    if remote_model(model.path) is not None and not any(name.endswith(".safetensors") for name in sizes):
         _check_listed(folder, sizes)
         return None
-    model = open_checked(folder, whole=False, prediction=drafts)
-    if drafts and not model.table.model.mtp:
+    opened = open_checked(folder, whole=False, prediction=drafts)
+    if drafts and not opened.table.model.mtp:
         raise UserError(
-            f"rollout.engine.speculative.method=mtp: no file in model.path={config.model.path} has the multi-token "
+            f"rollout.engine.speculative.method=mtp: no file in model.path={model.path} has the multi-token "
             f"prediction layers that config.json announces; set it to ngram or none, or use a release with them."
         )
-    _check_for_engines(model, sizes)
+    _check_for_engines(opened, sizes)
     if tokenizer:
-        _check_ids(config.model.folder, model)
-    return model
+        _check_ids(model.folder, opened)
+    return opened
 
 
 def open_checked(place: Folder | Path | str, *, whole: bool, prediction: bool = True) -> HfModel:
@@ -234,7 +235,7 @@ def _tell_contradictions(folder: str, ours: set[int], theirs: set[int]) -> None:
             log.warning("%s: using the chat template in %s, which differs from that in %s", folder, taken, name)
 
 
-def check_resumed(config: Config, model: HfModel) -> None:
+def check_resumed(run: RunConfig, lora: LoraConfig, model: HfModel) -> None:
     """Refuse to resume from a checkpoint of another model: the newest one in ``run.out``, or that of ``run.resume``.
 
     Only the index of the checkpoint is read.
@@ -242,18 +243,18 @@ def check_resumed(config: Config, model: HfModel) -> None:
     Raises:
         UserError: it has other tensors than this run, or only one of both has adapters.
     """
-    if config.run.resume == "never":
+    if run.resume == "never":
         return
-    folder = Path(config.run.out, "checkpoints")
+    folder = Path(run.out, "checkpoints")
     found = {int(step[1]): path for path in folder.glob("step_*") if (step := _STEP.fullmatch(path.name))}
-    wanted = config.run.resume if isinstance(config.run.resume, int) else max(found, default=0)
+    wanted = run.resume if isinstance(run.resume, int) else max(found, default=0)
     if wanted not in found or not (found[wanted] / METADATA).is_file():
         return
     try:
-        _check_checkpoint(found[wanted], config.policy.lora.rank, model)
+        _check_checkpoint(found[wanted], lora.rank, model)
     except UserError as error:
         raise UserError(
-            f"run.out={config.run.out} has a checkpoint of another run ({str(error).rstrip('.')}); choose another "
+            f"run.out={run.out} has a checkpoint of another run ({str(error).rstrip('.')}); choose another "
             f"--out, or the settings of that run."
         ) from None
 

@@ -328,12 +328,13 @@ def test_layers_are_pytorchs_where_transformer_engine_is_missing(engine, fault, 
     monkeypatch.setattr(shapes, "cuda", lambda: True)
     monkeypatch.setenv("BATTERY_NO_TRANSFORMER_ENGINE", fault)
     config = shapes.run_config(tmp_path, 256)
-    assert config.policy.kernels == kernels and machine_problem(config, machine) is None
+    assert config.policy.kernels == kernels and machine_problem(config.policy, config.precision, machine) is None
     for settings in layer_stack.VARIANTS.values():
         precision = {"recipe": settings["recipe"]} if "recipe" in settings else {}
         policy = {"kernels": settings.get("kernels", "auto")}
         asked = shapes.run_config(tmp_path, 65536, precision=precision, policy=policy)
-        assert (machine_problem(asked, machine) is None) == (engine is not None or policy["kernels"] == "torch")
+        works = machine_problem(asked.policy, asked.precision, machine) is None
+        assert works == (engine is not None or policy["kernels"] == "torch")
 
 
 def test_logprobs(measure):

@@ -300,7 +300,7 @@ def test_a_dump_with_a_pickle(made, trap, tmp_path, capsys, name):
         return {}
 
     record = Record(1, 0, "spike", "cpu", 1e-3, 0.0, 1.0, 0.1, [], [], [], 1)
-    dump = asyncio.run(Dumps(tmp_path / "dumps", 1).save(config, write_state, make_batch(count=2), record))
+    dump = asyncio.run(Dumps(tmp_path / "dumps", 1, config).save(write_state, make_batch(count=2), record))
     (dump / name).write_bytes(trap.pickle())
     if name != "manifest.json":
         agree(dump)

@@ -33,7 +33,7 @@ from megatron_fleet.preflight import checks
 from megatron_fleet.storage.local import LocalFolder
 from megatron_fleet.weights import model_check
 from megatron_fleet.weights.hf_folder import INDEX, SINGLE
-from megatron_fleet.weights.hf_model import open_model
+from megatron_fleet.weights.hf_model import HfModel, open_model
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +55,10 @@ class Silence:
 def config_of(folder: Path, *overrides: str) -> Config:
     out = folder.parent / "out"
     return load(["experiment=quickstart", "model.dtype=bfloat16", f"model.path={folder}", f"run.out={out}", *overrides])
+
+
+def check_model(config: Config) -> HfModel | None:
+    return model_check.check_model(config.model, config.rollout.engine.speculative)
 
 
 def outcome(check: Callable[[], object]) -> str | None:
@@ -132,7 +136,7 @@ def test_no_data_is_read_but_that_of_copies(tmp_path, monkeypatch):
         shutil.copy(TINY / name, folder)
     write_weights(folder, files=16)
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) > 60e9
-    model = model_check.check_model(config_of(folder))
+    model = check_model(config_of(folder))
     assert model is not None and len(model.stored) == 18867
     assert read == []
 
@@ -140,20 +144,20 @@ def test_no_data_is_read_but_that_of_copies(tmp_path, monkeypatch):
 def test_a_head_beside_a_tied_embedding_is_compared(tmp_path):
     folder = write(tmp_path / "model", "qwen3_tied", changed(lm_head__weight=("F32", (1000, 96))))
     config = config_of(folder)
-    model = model_check.check_model(config)
+    model = check_model(config)
     assert model is not None
     head = model.stored[HEAD]
     for row in (0, 617, 999):
         with (folder / head.file).open("r+b") as file:
             file.seek(head.offset + row * 96 * 4 + 92)
             file.write(b"\x00\x00\x80\x3f")
-        said = outcome(lambda: model_check.check_model(config))
+        said = outcome(lambda: check_model(config))
         assert said is not None and f"{HEAD} differs from {EMBEDDING} (first in row {row})" in said
         assert "set it to false if the head was trained by itself" in said
         with (folder / head.file).open("r+b") as file:
             file.seek(head.offset + row * 96 * 4 + 92)
             file.write(bytes(4))
-    assert outcome(lambda: model_check.check_model(config)) is None
+    assert outcome(lambda: check_model(config)) is None
 
 
 def test_of_a_large_copy_parts_are_compared_of_which_the_ends_are_two():
@@ -169,11 +173,11 @@ def test_of_a_large_copy_parts_are_compared_of_which_the_ends_are_two():
 def test_a_drafter_whose_layers_are_in_no_file_is_refused(tmp_path):
     folder = write(tmp_path / "model", "glm4_moe_mtp")
     drafts = "rollout.engine.speculative.method=mtp"
-    assert model_check.check_model(config_of(folder, drafts)) is not None
+    assert check_model(config_of(folder, drafts)) is not None
     names = stored_as(json.loads((folder / "config.json").read_text()))
     write_weights(folder, {name: value for name, value in names.items() if not name.startswith("model.layers.4.")})
-    assert model_check.check_model(config_of(folder)) is not None
-    said = outcome(lambda: model_check.check_model(config_of(folder, drafts)))
+    assert check_model(config_of(folder)) is not None
+    said = outcome(lambda: check_model(config_of(folder, drafts)))
     assert said is not None and "has the multi-token prediction layers that config.json announces" in said
 
 
@@ -188,9 +192,9 @@ def earlier(tmp_path) -> Path:
 
 
 def resumed(config: Config) -> str | None:
-    model = model_check.check_model(config)
+    model = check_model(config)
     assert model is not None
-    return outcome(lambda: model_check.check_resumed(config, model))
+    return outcome(lambda: model_check.check_resumed(config.run, config.policy.lora, model))
 
 
 @pytest.mark.slow
@@ -228,13 +232,13 @@ def test_full_training_and_adapters_do_not_resume_each_other(earlier, tmp_path):
 def test_sources_that_contradict_each_other_are_told(tmp_path, caplog):
     caplog.set_level(logging.WARNING)
     folder = write(tmp_path / "model", files=3)
-    model_check.check_model(config_of(folder))
+    check_model(config_of(folder))
     assert caplog.messages == []
     edit(folder, "generation_config.json", eos_token_id=7)
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
     (folder / "chat_template.jinja").write_text(template + "{# mine #}")
     extra(SINGLE, UP)(folder)
-    model_check.check_model(config_of(folder))
+    check_model(config_of(folder))
     assert len(caplog.messages) == 3
     assert f"has {SINGLE} and {INDEX}; the files that the index lists are taken" in caplog.text
     assert "eos_token_id is [2] in config.json and [7] in generation_config.json; neither is used" in caplog.text
@@ -247,12 +251,12 @@ def test_of_a_model_that_is_not_here_index_and_config_are_read(tmp_path, monkeyp
     for path in folder.glob("*.safetensors"):
         path.unlink()
     config = load(["experiment=quickstart", f"model.path=fleet/tiny@{'0' * 40}"])
-    assert model_check.check_model(config) is None
+    assert check_model(config) is None
     index = json.loads((folder / INDEX).read_text())
     del index["weight_map"][HEAD]
     (folder / INDEX).write_text(json.dumps(index))
-    assert outcome(lambda: model_check.check_model(config)) == (
+    assert outcome(lambda: check_model(config)) == (
         f"{folder}/{INDEX}: tensor {HEAD} is not listed; use the files of config.json."
     )
     edit(folder, "config.json", **declared("awq"))
-    assert "(AWQ, " in str(outcome(lambda: model_check.check_model(config)))
+    assert "(AWQ, " in str(outcome(lambda: check_model(config)))

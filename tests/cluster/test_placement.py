@@ -90,17 +90,17 @@ def test_devices_go_by_their_index_not_their_position():
 
 def test_engines_without_a_trainer():
     config = load(["experiment=quickstart", "rollout.engine.replicas=3"])
-    placed = place(inventory(2, 1), PlacementRequest.of_evaluation(config))
+    placed = place(inventory(2, 1), PlacementRequest.of_evaluation(config.rollout.engine))
     assert (placed.ranks, placed.colocated) == ((), False)
     assert placed.engines == engines_at(("a", (0,)), ("b", (0,)), ("a", (1,)))
     with pytest.raises(UserError, match=r"3 × 1 GPUs do not fit into the 2 that there are \(2 on a\)"):
-        place(inventory(2), PlacementRequest.of_evaluation(config))
+        place(inventory(2), PlacementRequest.of_evaluation(config.rollout.engine))
 
 
 def test_the_keys_are_those_of_the_configuration():
     keys = ["parallel.tensor=2", "parallel.data=3", "rollout.engine.replicas=4", "rollout.engine.tensor_parallel=5"]
     config = load(["experiment=quickstart", *keys, "rollout.engine.colocated=true", "rollout.engine.transport=disk"])
-    assert PlacementRequest.of(config) == PlacementRequest(6, 4, 5, True, "disk")
+    assert PlacementRequest.of(config.ranks, config.rollout.engine) == PlacementRequest(6, 4, 5, True, "disk")
 
 
 @pytest.mark.parametrize(("transport", "placed"), [("auto", "message"), ("own:transport", "own:transport")])
@@ -108,7 +108,7 @@ def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
     keys = ["policy.trainer=my:Trainer", "rollout.sampler=my:Sampler", f"rollout.engine.transport={transport}"]
     config = load(["experiment=quickstart", "parallel.data=2", *keys])
     assert config.ranks == 0
-    found = place(inventory(0), PlacementRequest.of(config))
+    found = place(inventory(0), PlacementRequest.of(config.ranks, config.rollout.engine))
     assert (found.ranks, found.colocated, found.transport) == ((), False, placed)
 
 

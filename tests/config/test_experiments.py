@@ -30,7 +30,7 @@ def composed(name: str):
 def test_an_experiment_is_valid_and_fits(name):
     config = composed(name)
     validate.check(config)
-    plan = make_plan(config, gpu_of(config), Workload.of(config))
+    plan = make_plan(config, gpu_of(config.cluster), Workload.of(config.rollout, config.env))
     assert plan.problem is None
     assert plan.step is not None and plan.step.total > 0
     assert (config.cluster.gpu is None) == (name in (*ON_CPU, "gpu_smoke"))

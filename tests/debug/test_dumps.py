@@ -31,7 +31,7 @@ def config(tmp_path):
 @pytest.mark.parametrize("record", [RECORD, BAD])
 async def test_a_dump_comes_back(tmp_path, config, record):
     data = make_batch(count=4)
-    path = await Dumps(tmp_path / "dumps", 1).save(config, FakeTrainer().save_state, data, record)
+    path = await Dumps(tmp_path / "dumps", 1, config).save(FakeTrainer().save_state, data, record)
     assert path.name == f"step-00000{record.step}.{record.part}"
     dump = open_dump(path)
     assert str(dump.record) == str(record)  # nan is nan here
@@ -46,9 +46,9 @@ async def test_a_dump_comes_back(tmp_path, config, record):
 
 async def test_spikes_leave_a_place_whatever_comes_first(tmp_path, config):
     async def place(verdict, *kept):
-        dumps = Dumps(tmp_path / "-".join(["after", *kept]), 2)
+        dumps = Dumps(tmp_path / "-".join(["after", *kept]), 2, config)
         for step, name in enumerate(kept):
-            await dumps.save(config, FakeTrainer().save_state, [], replace(RECORD, step=step, verdict=name))
+            await dumps.save(FakeTrainer().save_state, [], replace(RECORD, step=step, verdict=name))
         return dumps.has_place(verdict)
 
     spike, bad = Verdict.SPIKE.value, Verdict.NOT_FINITE.value
@@ -80,7 +80,7 @@ def flipped(file: Path) -> bytes:
     ],
 )
 async def test_what_is_no_whole_dump_is_refused(tmp_path, config, capsys, damage, message):
-    dump = await Dumps(tmp_path / "dumps", 1).save(config, FakeTrainer().save_state, make_batch(count=1), RECORD)
+    dump = await Dumps(tmp_path / "dumps", 1, config).save(FakeTrainer().save_state, make_batch(count=1), RECORD)
     damage(dump)
     assert cli.main(["debug", "replay", str(dump)]) == 2
     assert message in capsys.readouterr().err
@@ -105,13 +105,13 @@ async def main():
     folder = Path(sys.argv[1])
     record = Record(1, 0, "spike", "cpu", 1e-3, 0.0, 1.0, 0.1, [], [], [], 1)
     config = make_config(write_config(folder / "model"))
-    await Dumps(folder / "dumps", 1).save(config, FakeTrainer().save_state, make_batch(count=1), record)
+    await Dumps(folder / "dumps", 1, config).save(FakeTrainer().save_state, make_batch(count=1), record)
 
 asyncio.run(main())
 """
 
 
-def test_a_kill_in_the_middle_of_a_dump_leaves_none(tmp_path, capsys):
+def test_a_kill_in_the_middle_of_a_dump_leaves_none(tmp_path, config, capsys):
     shared = Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", KILLED, tmp_path, shared], env=os.environ)
     assert done.returncode == -signal.SIGKILL
@@ -119,7 +119,7 @@ def test_a_kill_in_the_middle_of_a_dump_leaves_none(tmp_path, capsys):
     assert left.name == ".step-000001.0.partial"
     assert cli.main(["debug", "replay", str(left)]) == 2
     assert "manifest.json: line 1, column" in capsys.readouterr().err
-    dumps = Dumps(tmp_path / "dumps", 1)
+    dumps = Dumps(tmp_path / "dumps", 1, config)
     assert list((tmp_path / "dumps").iterdir()) == []
     assert not dumps.has_place(Verdict.SPIKE)
     assert dumps.has_place(Verdict.NOT_FINITE)

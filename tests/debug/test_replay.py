@@ -45,7 +45,7 @@ class Replays:
             seen.weights, seen.gradients, seen.parameters,
         )  # fmt: skip
         await self.trainer.discard_gradients()
-        path = await Dumps(self.folder / "dumps", 9).save(self.config, self.trainer.save_state, data, record)
+        path = await Dumps(self.folder / "dumps", 9, self.config).save(self.trainer.save_state, data, record)
         return open_dump(path)
 
     @asynccontextmanager

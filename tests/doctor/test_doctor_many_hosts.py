@@ -125,7 +125,7 @@ async def test_a_port_that_is_taken_and_a_host_that_asks_nobody(environ):
 
 def test_the_number_of_hosts():
     assert hosts_of(None, {}) == (1, True)
-    assert hosts_of(load(["experiment=quickstart", "cluster.nodes=3"]), {}) == (3, True)
+    assert hosts_of(load(["experiment=quickstart", "cluster.nodes=3"]).cluster, {}) == (3, True)
     srun = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}
     srun |= {"SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_ID": "0", "SLURM_NODEID": "1", "SLURMD_NODENAME": "n2"}
     assert hosts_of(None, srun) == (2, False)

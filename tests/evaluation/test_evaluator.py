@@ -182,7 +182,7 @@ class Shown:
 
 def evaluator(rollout: Rollout, *overrides: str, rows: list[Task] | None = None) -> Evaluator:
     config = load([*TINY, "eval.samples=4", "eval.tasks=3", *overrides])
-    return Evaluator(config, rows or tasks(a=3, b=2), rollout.collect)
+    return Evaluator(config.eval, config.rollout, config.run, rows or tasks(a=3, b=2), rollout.collect)
 
 
 async def test_an_evaluation_plays_both_temperatures_and_tells_its_numbers():

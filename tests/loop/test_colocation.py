@@ -209,7 +209,8 @@ async def test_a_run_begins_in_train_with_the_limits_of_its_ranks(tmp_path, colo
     tree["rollout"]["engine"]["colocated"] = colocated
     calls: list[str] = []
     engines, trainer = FakeEngines(calls), FakeTrainer(calls=calls)
-    colocation = await open_colocation(Config.model_validate(tree), trainer, engines)
+    config = Config.model_validate(tree)
+    colocation = await open_colocation(config.rollout.engine, config.run, trainer, engines)
     assert calls == ["memory begin"]
     await colocation.to_engines(engines.sync)
     assert ("wake weights" in calls) == colocated

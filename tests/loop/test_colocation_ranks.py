@@ -70,7 +70,7 @@ async def run(request, tmp_path_factory) -> AsyncIterator[dict[str, Any]]:
         await state(trainer, folder / "before")
         straight = await train(config, trainer, None), await state(trainer, folder / "straight")
         await trainer.load_state(folder / "before")
-        colocation = await open_colocation(config, trainer, NoEngines())
+        colocation = await open_colocation(config.rollout.engine, config.run, trainer, NoEngines())
         taking_turns = await train(config, trainer, colocation), await state(trainer, folder / "turns")
     yield {
         "layout": request.param,

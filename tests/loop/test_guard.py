@@ -9,12 +9,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_trainer import FakeTrainer
+from guards import make_guard
 from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.debug.dumps import Record, open_dump
-from megatron_fleet.loop.guard import FEWEST, StepGuard, Update, describe
+from megatron_fleet.loop.guard import FEWEST, Update, describe
 from megatron_fleet.trainer.base import AdamParams, LossSpec, MicroBatchLoss, OptimReport, TrainerLost
 
 DUMP = ["examine", "save_state"]
@@ -29,7 +30,7 @@ class Guarded:
         tree["policy"]["safety"] = safety or {}
         self.config = Config.model_validate(tree)
         self.trainer = trainer or FakeTrainer()
-        self.guard = StepGuard(self.config, self.trainer)
+        self.guard = make_guard(self.config, self.trainer)
         self.taken = 0
         self.folder = folder / "out" / "dumps"
 

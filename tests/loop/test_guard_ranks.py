@@ -17,6 +17,7 @@ pytest.importorskip("megatron_fleet.trainer.megatron")
 
 import numpy as np
 import pytest_asyncio
+from guards import make_guard
 from policy_fixtures import make_batch, make_config, write_config
 from safetensors.torch import load_file, save_file
 from tiny_configs import raw_config
@@ -27,7 +28,7 @@ from megatron_fleet import cli
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, open_dump
 from megatron_fleet.debug.replay import Found, replay
-from megatron_fleet.loop.guard import FEWEST, StepGuard, Update
+from megatron_fleet.loop.guard import FEWEST, Update
 from megatron_fleet.trainer.base import AdamParams, LossSpec, OptimReport, Trainer
 from megatron_fleet.trainer.group import open_trainer
 
@@ -52,7 +53,7 @@ class Run:
         tree["algorithm"] |= algorithm or {}
         tree["policy"]["safety"] |= safety or {}
         self.config = Config.model_validate(tree)
-        self.guard = StepGuard(self.config, self.trainer)
+        self.guard = make_guard(self.config, self.trainer)
         self.dumps, self.taken = out / "dumps", 0
 
     async def step(self, data) -> OptimReport:

@@ -41,6 +41,10 @@ class Rollout:
         return LOAD
 
 
+def live_run(config):
+    return LiveRun(config.run, config.logging, 10.0)
+
+
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(live, "INTERVAL_S", 0.01)
@@ -53,7 +57,7 @@ def config(out, *overrides):
 
 
 async def test_the_state_is_written_while_the_run_goes_on(tmp_path):
-    with LiveRun(config(tmp_path), 10.0) as run:
+    with live_run(config(tmp_path)) as run:
         await until(lambda: read_status(tmp_path) is not None)
         assert (read_status(tmp_path).state, read_status(tmp_path).step_began) == ("running", None)
         run.rollout = Rollout()
@@ -78,13 +82,13 @@ async def test_the_state_is_written_while_the_run_goes_on(tmp_path):
     [(Stopped("SIGTERM"), "stopped"), (asyncio.CancelledError(), "stopped"), (OSError("x"), "failed")],
 )
 async def test_the_last_state_says_how_it_ended(tmp_path, error, state):
-    with pytest.raises(type(error)), LiveRun(config(tmp_path), 10.0):
+    with pytest.raises(type(error)), live_run(config(tmp_path)):
         raise error
     assert read_status(tmp_path).state == state
 
 
 async def test_traces_of_the_wanted_steps_are_written(tmp_path):
-    with LiveRun(config(tmp_path, "logging.trace_every=2"), 10.0):
+    with live_run(config(tmp_path, "logging.trace_every=2")):
         for step in range(4):
             TIMELINE.begin_step(step)
             with TIMELINE.phase("policy_train"):
@@ -97,7 +101,7 @@ async def test_traces_of_the_wanted_steps_are_written(tmp_path):
 
 
 async def test_what_fails_here_is_told_once_and_ends_nothing(tmp_path, caplog):
-    with LiveRun(config(tmp_path), 10.0) as run:
+    with live_run(config(tmp_path)) as run:
         run.rollout = Rollout()
         run.rollout.failure = KeyError("gone")
         await until(lambda: "KeyError" in caplog.text)
@@ -118,7 +122,7 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
 
     waiting = [asyncio.create_task(idle()) for _ in range(2)]
     await asyncio.sleep(0)
-    with LiveRun(config(tmp_path), 10.0) as run:
+    with live_run(config(tmp_path)) as run:
         run.ranks, run.rollout = SimpleNamespace(processes=[("far away", 7), ("far away", 8)]), Rollout()
         with TIMELINE.phase("rollout"):
             the_controller_hangs()
@@ -134,7 +138,7 @@ async def test_stacks_are_written_although_the_event_loop_hangs(tmp_path, monkey
 
 async def test_the_watchdog_can_be_turned_off(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "UNKNOWN_S", 0.0)
-    with LiveRun(config(tmp_path, "logging.alerts.stall=null"), 10.0), TIMELINE.phase("rollout"):
+    with live_run(config(tmp_path, "logging.alerts.stall=null")), TIMELINE.phase("rollout"):
         for _ in range(2):
             before = read_status(tmp_path)
             await until(lambda before=before: read_status(tmp_path) != before)

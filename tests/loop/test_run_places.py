@@ -67,7 +67,9 @@ async def opened(config: Config, address: str, *hellos: tuple[str, object]) -> t
     """The inventory that comes of what is said, and the starter of the ranks."""
     dialling = [asyncio.create_task(say(address, *hello)) for hello in hellos]
     async with open_hosts(config, TOKEN) as hosts:
-        starter = hosts.starter(config, place(hosts.inventory, PlacementRequest.of(config)))
+        starter = hosts.starter(
+            config, place(hosts.inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+        )
         for writer in await asyncio.gather(*dialling):
             writer.close()
     return hosts.inventory, starter

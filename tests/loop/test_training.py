@@ -64,7 +64,7 @@ class Run:
         self.stop = StopRequest()
 
     async def go(self) -> None:
-        engines = EngineWeights(self.config, self.trainer, self.rollout, FakeTransport())
+        engines = EngineWeights(self.config.rollout, self.config.run, self.trainer, self.rollout, FakeTransport())
         if self.config.run.resume == "never":
             set_aside(self.config)
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:

@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
 
+from guards import make_guard
 from policy_fixtures import make_batch, make_config, write_config
 
 from megatron_fleet.config.schema import Config
-from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.loop.update import update, with_logprobs
 from megatron_fleet.trainer.base import AdamParams, LossSpec
 from megatron_fleet.trainer.group import open_trainer
@@ -39,6 +39,10 @@ def trained(values, data):
     return np.concatenate([found[datum.loss_mask] for datum, found in zip(data, values, strict=True)])
 
 
+async def one_step(config, trainer, guard, updates, step):
+    return await update(config.algorithm, config.policy, config.run, trainer, guard, updates, step)
+
+
 def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(make):
     config = make(policy={"updates_per_batch": 2})
     first, second = (make_batch(count=2, seed=seed) for seed in (1, 2))
@@ -53,7 +57,7 @@ def test_several_updates_measure_the_ratio_against_the_policy_before_the_first(m
 
     async def by_update():
         async with open_trainer(config, "random") as trainer:
-            return await update(config, trainer, StepGuard(config, trainer), [first, second], step=0)
+            return await one_step(config, trainer, make_guard(config, trainer), [first, second], 0)
 
     expected = asyncio.run(by_hand())
     (one, lr_one), (two, lr_two) = asyncio.run(by_update())
@@ -70,8 +74,8 @@ def test_the_kl_term_measures_from_the_weights_the_run_began_with(make):
     async def two_steps():
         async with open_trainer(config, "random") as trainer:
             await trainer.keep_reference()
-            guard = StepGuard(config, trainer)
-            return [(await update(config, trainer, guard, [data], step))[0][0] for step in range(2)]
+            guard = make_guard(config, trainer)
+            return [(await one_step(config, trainer, guard, [data], step))[0][0] for step in range(2)]
 
     reports = asyncio.run(two_steps())
     assert reports[0].metrics["kl"] == 0

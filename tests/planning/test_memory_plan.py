@@ -89,7 +89,9 @@ def test_an_experiment_fits_its_gpus(name):
     validate.check(config)
     checks._layout(config, hf_config(name))
     devices = tuple(Device(i, f"GPU-{i}", "H100", size) for i in range(gpus))
-    placed = place(Inventory((Host("node", "10.0.0.1", devices),)), PlacementRequest.of(config))
+    placed = place(
+        Inventory((Host("node", "10.0.0.1", devices),)), PlacementRequest.of(config.ranks, config.rollout.engine)
+    )
     assert placed.colocated and placed.transport == "cuda_ipc"
     assert {d for engine in placed.engines for d in engine.devices} == set(range(gpus))
     memory = run_memory(config, hf_config(name), size)

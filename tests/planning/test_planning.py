@@ -48,7 +48,7 @@ def composed(*overrides: str, experiment: str = "qwen3_8b_fleet"):
 def times(*overrides: str, gpu=H100, mean: float | None = None, experiment: str = "qwen3_8b_fleet"):
     config = composed(*overrides, experiment=experiment)
     shape, _ = shape_of(config.model.path)
-    return step_time(config, shape, read_model(shape), gpu, Workload.of(config, mean))
+    return step_time(config, shape, read_model(shape), gpu, Workload.of(config.rollout, config.env, mean))
 
 
 @pytest.mark.parametrize("name", sorted(set(KNOWN) & set(published())))
@@ -128,7 +128,7 @@ def test_a_pipeline_has_a_bubble_of_its_stages():
     keys = ("parallel.tensor=1", "parallel.pipeline=4", "parallel.data=2")
     parts = times(*keys).phases["training"]
     config = composed(*keys)
-    count = training.micro_batches(config, Workload.of(config), 1)
+    count = training.micro_batches(config, Workload.of(config.rollout, config.env), 1)
     stages = ("matrix products", "attention", "head")
     work = sum(parts.get(name, 0.0) for name in stages)
     # Middle stages have no head; the slowest stage sets the pace.
@@ -138,7 +138,9 @@ def test_a_pipeline_has_a_bubble_of_its_stages():
 def engine_of(*overrides: str, overlapped: bool = True, accepted: float | None = None) -> Engine:
     config = composed(*overrides)
     shape, _ = shape_of(config.model.path)
-    return Engine.of(config, shape, read_model(shape), H100, Workload.of(config, accepted=accepted), overlapped)
+    return Engine.of(
+        config, shape, read_model(shape), H100, Workload.of(config.rollout, config.env, accepted=accepted), overlapped
+    )
 
 
 def test_an_engine_is_faster_with_more_sequences_and_slower_for_each():
@@ -209,7 +211,9 @@ def test_what_does_not_fit_is_said_with_what_does(capsys):
     assert cli.main(["plan", "experiment=qwen3_8b_fleet", "policy.recompute=none"]) == 2
     assert "160.3 GiB are activations: set policy.recompute=full" in capsys.readouterr().err
     config = composed("rollout.engine.tensor_parallel=16", experiment="kimi_k2_5_fleet")
-    assert "cannot extend over several hosts" in str(make_plan(config, H100, Workload.of(config)).problem)
+    assert "cannot extend over several hosts" in str(
+        make_plan(config, H100, Workload.of(config.rollout, config.env)).problem
+    )
 
 
 @pytest.mark.parametrize(
@@ -259,7 +263,7 @@ def test_an_experiment_is_planned_for_the_gpu_that_it_names(capsys):
     ],
 )
 def test_another_gpu_than_was_named(wanted, products, other):
-    said = other_kind(composed(f"cluster.gpu={wanted}"), products)
+    said = other_kind(composed(f"cluster.gpu={wanted}").cluster, products)
     assert said is None if other is None else said.startswith(f"cluster.gpu={wanted}, but the GPU here is {other}: ")
 
 
@@ -288,17 +292,17 @@ def test_layouts_use_all_ranks_and_are_valid():
 
 def test_a_search_ranks_what_fits():
     config = composed()
-    found = search(config, H100, Workload.of(config), 8, top=4)
+    found = search(config, H100, Workload.of(config.rollout, config.env), 8, top=4)
     seconds = [one.step.total for one in found]
     assert seconds == sorted(seconds) and seconds[0] < times().total
     again = load(["experiment=qwen3_8b_fleet", *found[0].overrides])
     assert again.parallel == found[0].config.parallel and again.policy == found[0].config.policy
     assert any(isinstance(one.config.policy.recompute, int) for one in found)
-    plan = make_plan(again, H100, Workload.of(again))
+    plan = make_plan(again, H100, Workload.of(again.rollout, again.env))
     assert plan.problem is None and plan.devices == 8 and plan.step.total == pytest.approx(seconds[0])
 
 
 def test_a_search_that_finds_nothing_says_why():
     config = composed(experiment="qwen3_32b_fleet")
     with pytest.raises(UserError, match="No layout of 1 H100 fits; use more GPUs, or larger ones"):
-        search(config, H100, Workload.of(config), 1)
+        search(config, H100, Workload.of(config.rollout, config.env), 1)

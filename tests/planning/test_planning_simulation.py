@@ -107,7 +107,9 @@ def test_equal_seeds_give_equal_runs():
 
 def test_a_configuration_on_more_gpus():
     config = load(["experiment=qwen3_8b_fleet"])
-    rows = simulate(config, GPUS["H100"], Workload.of(config), steps=3, failures=0.0, mtbf_hours=0.0, most=16)
+    rows = simulate(
+        config, GPUS["H100"], Workload.of(config.rollout, config.env), steps=3, failures=0.0, mtbf_hours=0.0, most=16
+    )
     assert [(row.gpus, row.mode, row.staleness) for row in rows[:6]] == [
         (8, "colocated", 0), (8, "apart", 0), (8, "apart", 1), (8, "apart", 2), (8, "apart", 4), (16, "colocated", 0),
     ]  # fmt: skip

@@ -82,7 +82,8 @@ class EnvironmentsHere:
 def make_collector(server, places=3, max_retries=2):
     config = rollout_config(Path("none"), episodes_in_flight=places)
     config = config.model_copy(update={"env": EnvConfig()})
-    return Collector(config, [], [WorkerHere(config, server, max_retries)], EnvironmentsHere())
+    worker = WorkerHere(config, server, max_retries)
+    return Collector(config.rollout, config.env, [], [worker], EnvironmentsHere())
 
 
 async def collect(server, tasks, samples=2, budget_s=None, seed=1, **limits):

@@ -46,7 +46,7 @@ class System:
         overrides = [f"rollout.engine.colocated={str(colocated).lower()}", f"run.out={tmp_path}"]
         config = load(["experiment=quickstart", *overrides])
 
-        self.weights = EngineWeights(config, self.trainer, self.rollout, CudaIpcTransport({}))
+        self.weights = EngineWeights(config.rollout, config.run, self.trainer, self.rollout, CudaIpcTransport({}))
         monkeypatch.setattr(self.slot, "_find_resend", lambda: self.rollout.resend)
 
     async def begin(self):

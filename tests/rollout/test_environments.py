@@ -121,7 +121,8 @@ async def test_episodes_handed_out_to_a_server_that_just_died_are_lost_with_it_a
     monkeypatch.setattr(components, "WATCH_INTERVAL_S", 0.5)  # so that the collector is first to see it
     environments = slot()
     await environments.start()
-    collector = Collector(rollout_config(Path("none")), [], [WorkerOf(fake)], environments)
+    config = rollout_config(Path("none"))
+    collector = Collector(config.rollout, config.env, [], [WorkerOf(fake)], environments)
     fake.reason = "its process ended with status -9"
     result = await asyncio.wait_for(collector.collect(request(tasks=2, samples=2)), HANG_S)
     counts = result.accounting
@@ -133,7 +134,8 @@ async def test_groups_share_the_batches_of_workers_and_one_that_fails_fails_alon
     environments = slot()
     await environments.start()
     worker = WorkerOf(fake)
-    collector = Collector(rollout_config(Path("none"), episodes_in_flight=64), [], [worker], environments)
+    config = rollout_config(Path("none"), episodes_in_flight=64)
+    collector = Collector(config.rollout, config.env, [], [worker], environments)
 
     def failing(trajectory):
         raise OSError("the disk is full")

@@ -142,6 +142,11 @@ def test_yarn_through_the_fused_kernel_gives_the_same_log_probs(tmp_path, monkey
 ALL_TO_ALL, DEEPEP = ("alltoall", "deepep"), ("flex", "deepep")
 
 
+def expert_arguments(tree):
+    config = Config.model_validate(tree)
+    return routing.expert_arguments(config.model, config.policy, config.parallel)
+
+
 @pytest.mark.parametrize(
     ("asked", "installed", "layout", "changes", "expected"),
     [
@@ -164,7 +169,7 @@ def test_tokens_go_through_deepep_where_it_is_installed(
     tree = make_config(tmp_path, parallel, dtype="bfloat16").model_dump()
     tree["model"] |= changes.get("model", {})
     tree["policy"]["router"] |= {"dispatcher": asked} | changes.get("router", {})
-    arguments = routing.expert_arguments(Config.model_validate(tree))
+    arguments = expert_arguments(tree)
     model = dataclasses.replace(read_model(raw_config("qwen3_moe", "v5")), experts=24)
     config = build.transformer_config(model, parallel, torch.bfloat16, **arguments)
     assert (config.moe_token_dispatcher_type, config.moe_flex_dispatcher_backend) == expected
@@ -175,7 +180,7 @@ def test_deepep_that_is_missing_is_explained(tmp_path, monkeypatch):
     tree = make_config(tmp_path, ParallelConfig(data=2, expert=2), dtype="bfloat16").model_dump()
     tree["policy"]["router"]["dispatcher"] = "deepep"
     with pytest.raises(UserError, match=r"dispatcher=deepep .* deep_ep, .* policy.router.dispatcher=auto"):
-        routing.expert_arguments(Config.model_validate(tree))
+        expert_arguments(tree)
 
 
 def test_a_policy_tells_layers_whether_a_pass_adds_to_gradients_and_which_are_observed(tmp_path, monkeypatch):

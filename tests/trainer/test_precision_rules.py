@@ -35,6 +35,10 @@ def configured(*overrides):
     return load(["experiment=quickstart", *overrides])
 
 
+def problem_of(config, machine):
+    return machine_problem(config.policy, config.precision, machine)
+
+
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
@@ -169,24 +173,24 @@ def test_what_does_not_fit_is_explained(model, parallel, precision, told):
     ],
 )
 def test_the_machine_decides_which_recipes_run(recipe, machine, told):
-    problem = machine_problem(configured(f"precision={recipe}", *BF16), machine)
+    problem = problem_of(configured(f"precision={recipe}", *BF16), machine)
     assert problem is None if told is None else problem and told in problem, problem
 
 
 def test_narrow_moments_need_transformer_engine_only_on_cuda():
     config = configured("policy.optimizer.moments=bfloat16", "policy.optimizer.betas=[0.9,0.95]", *BF16)
-    assert machine_problem(config, Machine()) is None
-    assert machine_problem(config, H100) is None
-    problem = machine_problem(config, Machine((9, 0), (12, 9), None))
+    assert problem_of(config, Machine()) is None
+    assert problem_of(config, H100) is None
+    problem = problem_of(config, Machine((9, 0), (12, 9), None))
     assert problem and "policy.optimizer.moments=bfloat16 needs Transformer Engine 2.1" in problem
 
 
 def test_recompute_of_expert_activations_needs_transformer_engine():
     config = configured("policy.recompute=[moe_act]")
-    assert machine_problem(config, H100) is None
-    problem = machine_problem(config, Machine((9, 0), (12, 9), None))
+    assert problem_of(config, H100) is None
+    problem = problem_of(config, Machine((9, 0), (12, 9), None))
     assert problem and "policy.recompute names moe_act" in problem
-    assert machine_problem(configured("policy.recompute=[moe]"), Machine()) is None
+    assert problem_of(configured("policy.recompute=[moe]"), Machine()) is None
 
 
 @pytest.mark.parametrize(
@@ -210,15 +214,19 @@ def test_recompute_of_expert_activations_needs_transformer_engine():
     ],
 )
 def test_on_cuda_transformer_engine_is_needed_unless_it_is_left_out(overrides, machine, told):
-    problem = machine_problem(configured(*overrides, *BF16), machine)
+    problem = problem_of(configured(*overrides, *BF16), machine)
     assert problem is None if told is None else problem and told in problem, problem
 
 
 def test_the_machine_of_this_process_is_checked(monkeypatch):
+    def check_machine(*overrides):
+        config = configured(*overrides)
+        rules.check_machine(config.policy, config.precision)
+
     monkeypatch.setattr(rules, "this_machine", lambda: Machine((9, 0), (13, 0), None))
     with pytest.raises(UserError, match=r"policy\.kernels=torch"):
-        rules.check_machine(configured())
-    rules.check_machine(configured("policy.kernels=torch"))
+        check_machine()
+    check_machine("policy.kernels=torch")
 
 
 @pytest.fixture
@@ -241,5 +249,5 @@ def test_an_installation_that_cannot_be_imported_is_none(cuda, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     machine = rules.this_machine()
     assert machine.engine is None and machine.engine_fault.startswith("importing it failed: ")
-    problem = machine_problem(configured(), machine)
+    problem = problem_of(configured(), machine)
     assert problem and machine.engine_fault in problem

@@ -47,28 +47,32 @@ def config(tmp_path, **policy):
     return found.model_copy(update={"policy": found.policy.model_copy(update=policy)})
 
 
+def prepare(config):
+    prepare_process(config.policy, config.parallel)
+
+
 def test_the_environment_is_set_before_cuda_starts(tmp_path, hopper):
-    prepare_process(config(tmp_path))
+    prepare(config(tmp_path))
     assert os.environ[CONNECTIONS] == "1"
 
 
 def test_what_the_user_has_set_stays(tmp_path, hopper, monkeypatch):
     monkeypatch.setenv(CONNECTIONS, "8")
-    prepare_process(config(tmp_path))
+    prepare(config(tmp_path))
     assert os.environ[CONNECTIONS] == "8"
 
 
 def test_a_cpu_needs_no_setting(tmp_path, hopper, monkeypatch):
     monkeypatch.setattr(process, "cuda_is_installed", lambda: False)
-    prepare_process(config(tmp_path))
+    prepare(config(tmp_path))
     assert CONNECTIONS not in os.environ
 
 
 def test_torchs_kernels_leave_transformer_engine_out_of_the_process(tmp_path, hopper, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", sys)  # restored afterwards
-    prepare_process(config(tmp_path))
+    prepare(config(tmp_path))
     assert sys.modules["transformer_engine"] is sys
-    prepare_process(config(tmp_path, kernels="torch"))
+    prepare(config(tmp_path, kernels="torch"))
     assert importlib.util.find_spec("transformer_engine") is None
     with pytest.raises(ImportError):
         importlib.import_module("transformer_engine")

@@ -176,11 +176,11 @@ def test_formats_are_measured_and_chosen_only_when_asked_for(engines, monkeypatc
 
 def test_a_load_fits_the_context():
     load_ = tune_engine.Load.of(
-        compose(["rollout.episodes_in_flight=40", "rollout.engine.replicas=2"]), None, None, None
+        compose(["rollout.episodes_in_flight=40", "rollout.engine.replicas=2"]).rollout, None, None, None
     )
     assert (load_.sequences, load_.prompt, load_.answer) == (20, 48, 16)
     with pytest.raises(UserError, match=r"--prompt=60 and --answer=16 together exceed rollout\.max_context=64"):
-        tune_engine.Load.of(compose(()), None, 60, None)
+        tune_engine.Load.of(compose(()).rollout, None, 60, None)
 
 
 def test_a_report_without_a_choice_says_so():

@@ -38,6 +38,14 @@ def fp8_engine(folder, **engine):
     return rollout_config(folder, {"quantization": "fp8", **engine}, max_context=127)
 
 
+def sections(config):
+    return config.model, config.precision, config.rollout.engine
+
+
+def check(config):
+    check_engine_fp8(*sections(config))
+
+
 @pytest.mark.parametrize(
     ("family", "engine", "problem"),
     [
@@ -50,20 +58,20 @@ def fp8_engine(folder, **engine):
 )
 def test_a_matrix_that_would_be_cut_inside_a_block_is_refused(folders, family, engine, problem):
     with pytest.raises(UserError, match=problem) as refused:
-        check_engine_fp8(fp8_engine(folders(family), **engine))
+        check(fp8_engine(folders(family), **engine))
     assert "rollout.engine.quantization=none" in str(refused.value)
 
 
 def test_whole_experts_and_matrices_on_one_device_are_not_cut(folders, monkeypatch):
-    check_engine_fp8(fp8_engine(folders("qwen3")))
-    check_engine_fp8(fp8_engine(folders("deepseek_v3")))
-    check_engine_fp8(rollout_config(folders("qwen3"), {"tensor_parallel": 2}, max_context=127))  # in BF16
+    check(fp8_engine(folders("qwen3")))
+    check(fp8_engine(folders("deepseek_v3")))
+    check(rollout_config(folders("qwen3"), {"tensor_parallel": 2}, max_context=127))  # in BF16
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_models, "raw_config", wide)
         folder = tiny_models.make("qwen3_moe", folders("qwen3").parent / "wide")
-    check_engine_fp8(fp8_engine(folder, tensor_parallel=2, expert_parallel=True))
+    check(fp8_engine(folder, tensor_parallel=2, expert_parallel=True))
     with pytest.raises(UserError, match=r"hold 64 rows of model\.layers\.0\.mlp\.experts\.0\.gate_proj\.weight"):
-        check_engine_fp8(fp8_engine(folder, tensor_parallel=2))
+        check(fp8_engine(folder, tensor_parallel=2))
 
 
 def wide(family, dialect):
@@ -74,6 +82,6 @@ def wide(family, dialect):
 def test_a_folder_in_fp8_is_checked_too(tmp_path, folders, monkeypatch):
     monkeypatch.setattr(tiny_models, "raw_config", lambda *_: block_config("deepseek_v3_fp8", "v4"))
     folder = tiny_models.make("deepseek_v3_fp8", tmp_path)
-    assert fp8_declaration(rollout_config(folder, max_context=127)) is None
+    assert fp8_declaration(*sections(rollout_config(folder, max_context=127))) is None
     with pytest.raises(UserError, match="hold 192 rows of"):
-        check_engine_fp8(rollout_config(folder, {"tensor_parallel": 2}, max_context=127))
+        check(rollout_config(folder, {"tensor_parallel": 2}, max_context=127))

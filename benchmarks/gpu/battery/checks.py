@@ -312,7 +312,7 @@ def make(folder: Path, dtype: str, kernels: str, recipe: str = "model_dtype") ->
     plain = shapes.run_config(folder / "model", TOKENS, engine={"colocated": True}, **sections).model_dump(mode="json")
     plain["model"]["dtype"] = dtype
     config = Config.model_validate(plain)
-    prepare_process(config)
+    prepare_process(config.policy, config.parallel)
     from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(config, init="hf")

@@ -127,7 +127,7 @@ def run_config(model: Path, tokens: int, **sections: Mapping[str, Any]) -> Confi
 
 def make_policy(config: Config) -> MegatronPolicy:
     """A trainer of one rank, or this rank's part of one, with random weights."""
-    prepare_process(config)  # before the first import of Megatron
+    prepare_process(config.policy, config.parallel)  # before the first import of Megatron
     from megatron_fleet.trainer.megatron.policy import MegatronPolicy
 
     return MegatronPolicy(config, init="random")
@@ -135,7 +135,7 @@ def make_policy(config: Config) -> MegatronPolicy:
 
 def make_verbs(config: Config, init: Literal["hf", "random"]) -> RankVerbs:
     """The verbs of a trainer of one rank."""
-    prepare_process(config)
+    prepare_process(config.policy, config.parallel)
     from megatron_fleet.trainer.verbs import RankVerbs
 
     return RankVerbs(config.model_dump_json(), init)

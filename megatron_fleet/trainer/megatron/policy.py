@@ -97,7 +97,7 @@ class MegatronPolicy:
         check_micro_batch_tokens(config.policy.micro_batch_tokens, config.parallel, config.precision)
         validate(self.hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)
         check_precision(self._model, config.parallel, config.precision)
-        check_machine(config)
+        check_machine(config.policy, config.precision)
         if config.policy.kernels == "torch" and has_transformer_engine():
             raise RuntimeError("prepare_process() must come before the first import of Megatron")
 
@@ -107,7 +107,7 @@ class MegatronPolicy:
         experts = self._model.experts > 0
         more = precision_arguments(config.precision, config.policy.optimizer, experts)
         sizes = config.parallel, self._dtype, config.policy.micro_batch_tokens, config.policy.recompute
-        routers = routing.expert_arguments(config) if experts else {}
+        routers = routing.expert_arguments(config.model, config.policy, config.parallel) if experts else {}
         self.model_chunks = build.build_chunks(self.hf_config, *sizes, **more.transformer | routers)
         for chunk in self.model_chunks:
             routing.attach(chunk)

@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import nn
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config, ParallelConfig, RouterConfig
+from megatron_fleet.config.schema import ModelConfig, ParallelConfig, PolicyConfig, RouterConfig
 from megatron_fleet.config.sections.trainer import DEEPEP_RANKS
 from megatron_fleet.platform.communicator import TorchCommunicator
 from megatron_fleet.platform.device import to_device
@@ -104,17 +104,17 @@ def _unpacked(experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return recorded, recorded[:, :1] != recorded[:, 1:2]
 
 
-def expert_arguments(config: Config) -> dict[str, Any]:
+def expert_arguments(model: ModelConfig, policy: PolicyConfig, parallel: ParallelConfig) -> dict[str, Any]:
     """Arguments of Megatron's configuration for the routers of a mixture of experts and the way of tokens to experts.
 
     Raises:
         UserError: DeepEP is asked for and not installed.
     """
-    router = config.policy.router
+    router = policy.router
     return {
         "moe_router_dtype": {"float32": "fp32", "float64": "fp64"}[router.dtype],
         "moe_router_bias_update_rate": router.bias_update_rate,
-        **_dispatcher(router, config.parallel, config.model.dtype),
+        **_dispatcher(router, parallel, model.dtype),
     }
 
 

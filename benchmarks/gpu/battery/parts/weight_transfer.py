@@ -127,7 +127,9 @@ class Measurement:
 
     def __init__(self, sink: Sink, name: str, verbs: RankVerbs, config: Config, sizes: Sizes) -> None:
         self._sink, self._name, self._verbs, self._config, self._sizes = sink, name, verbs, config, sizes
-        held = open_engine_model(config.model.path, fp8_declaration(config))
+        held = open_engine_model(
+            config.model.path, fp8_declaration(config.model, config.precision, config.rollout.engine)
+        )
         self._nbytes = sum(part.nbytes for encoding in held.encodings.values() for part in encoding.parts)
 
     def _figures(self, **values: Any) -> None:
