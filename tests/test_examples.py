@@ -114,9 +114,9 @@ def test_the_advantages_are_ranks():
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        ("rewards[:-1]", r"gave \[0\.\] for 2 rewards"),
-        ("rewards * float('nan')", r"gave \[nan nan\] for 2 rewards"),
-        ("None", "gave None for 2 rewards"),
+        ("rewards[:-1]", r"returned \[0\.\] for 2 rewards"),
+        ("rewards * float('nan')", r"returned \[nan nan\] for 2 rewards"),
+        ("None", "returned None for 2 rewards"),
     ],
 )
 def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
