@@ -121,7 +121,7 @@ def test_the_advantages_are_ranks():
 )
 def test_what_are_no_advantages_is_refused(tmp_path, monkeypatch, code, words):
     name = module(tmp_path, monkeypatch, f"def own(rewards): return {code}")
-    with pytest.raises(UserError, match=f"^algorithm.advantage={name}:own: {words}"):
+    with pytest.raises(UserError, match=f"^algorithm.advantage={name}:own {words}"):
         group_advantages([0.0, 1.0], f"{name}:own")
 
 

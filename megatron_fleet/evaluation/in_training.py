@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, Protocol, final
 
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import EvalConfig
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.platform.timeline import TIMELINE
 
@@ -45,26 +45,26 @@ class Evaluations:
         due: step whose weights, which are the engines', still have to be evaluated; part of a checkpoint.
     """
 
-    def __init__(self, config: Config, evaluator: Evaluates, records: EvaluationRecords) -> None:
-        self._config, self._evaluator, self._records = config, evaluator, records
+    def __init__(self, config: EvalConfig, last_step: int, evaluator: Evaluates, records: EvaluationRecords) -> None:
+        self._config, self._last_step, self._evaluator, self._records = config, last_step, evaluator, records
         self.due: int | None = None
         self._running: int | None = None
 
     def decide(self, step: int) -> None:
         """Make the evaluation of the weights of ``step`` due, if the configuration wants one."""
         if step == 0:
-            wanted = self._config.eval.at_start
-        elif step == self._config.run.last_step:
-            wanted = self._config.eval.at_end
+            wanted = self._config.at_start
+        elif step == self._last_step:
+            wanted = self._config.at_end
         else:
-            wanted = self._config.eval.interval > 0 and step % self._config.eval.interval == 0
+            wanted = self._config.interval > 0 and step % self._config.interval == 0
         if wanted:
             self.due = step
 
     async def catch_up(self) -> None:
         """Make the evaluation that is due, unless it is left to `behind_training`. Cancelled, it stays due."""
         # After the last step there is nothing to hide it behind.
-        if self.due is None or (self._config.eval.overlap and self.due < self._config.run.last_step):
+        if self.due is None or (self._config.overlap and self.due < self._last_step):
             return
         evaluation = await self._evaluator.play(self._records.phase)
         step, self.due = self.due, None

@@ -118,7 +118,7 @@ def open_attempts(
             batches.load(state["batches"])
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config.eval, config.rollout, config.run, held_out, rollout.collect)
-        evaluations = Evaluations(config, evaluator, records)
+        evaluations = Evaluations(config.eval, config.run.last_step, evaluator, records)
         if state is None:
             evaluations.decide(0)
         elif (due := state["unevaluated"]) is not None and not records.evaluated(due):
