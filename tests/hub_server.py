@@ -30,6 +30,8 @@ class HubServer:
     Attributes:
         files: content by name; those with large suffixes are kept by LFS, as on the hub.
         private, gated: answers to clients without `TOKEN`.
+        ranges: answers to requests for a part of a file.
+        parts: name and number of bytes of each part that was served.
         damaged: names of files whose content is served with a wrong byte, and how often.
         asked: method and path of every request.
     """
@@ -39,6 +41,8 @@ class HubServer:
     revisions: dict[str, str] = field(default_factory=lambda: {"main": COMMIT, "v1": COMMIT, COMMIT: COMMIT})
     private: bool = False
     gated: bool = False
+    ranges: bool = True
+    parts: list[tuple[str, int]] = field(default_factory=list)
     damaged: dict[str, int] = field(default_factory=dict)
     status: int = 200
     url: str = ""
@@ -104,7 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         hub, path = self.hub, self.path.split("?")[0]
-        hub.asked.append(f"{self.command} {path}")
+        part = hub.ranges and "Range" in self.headers
+        hub.asked.append(f"{'PART' if part else self.command} {path}")
         if hub.status != 200:
             return self._send({"error": "the hub is ill"}, hub.status)
         model = re.fullmatch(rf"/api/models/{hub.repo}(/(revision|tree)/([^/]+))?/?", path)
@@ -148,6 +153,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command == "GET" and hub.damaged.get(name, 0):
             hub.damaged[name] -= 1
             data = data[:-1] + bytes([data[-1] ^ 1])
+        if hub.ranges and (wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))):
+            first, last = int(wanted[1]), min(int(wanted[2]), len(data) - 1)
+            headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+            hub.parts.append((name, last + 1 - first))
+            return self._write(data[first : last + 1], 206, headers)
         return self._write(data, 200, headers)
 
     def _refuse(self, status: int, code: str, message: str) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fleet.convert.plan import Content
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.weights.floats import cast
 from megatron_fleet.weights.hf_folder import ITEM_BYTES
 from megatron_fleet.weights.hf_model import BLOCK, GROUP
@@ -29,7 +29,7 @@ STEP_BYTES = 4 << 20
 class FileRange:
     """``nbytes`` of a file, unchanged."""
 
-    folder: Folder
+    folder: Readable
     file: str
     offset: int
     nbytes: int

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 
 CHECKPOINT = "manifest_sha256"
 """Entry of the journal of an export: SHA-256 of the manifest of the run's checkpoint from which it was made."""
@@ -76,7 +76,7 @@ class OutputFile:
 class Checksum:
     """Size and SHA-256 of a source file according to its writer's manifest."""
 
-    folder: Folder
+    folder: Readable
     name: str
     nbytes: int
     sha256: str

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.convert.content import FileRange
 from megatron_fleet.convert.plan import Bytes, OutputFile
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.floats import cast, numpy_type
 from megatron_fleet.weights.hf_folder import (
@@ -68,11 +68,11 @@ class Template:
 
     model: HfModel
     headers: Mapping[str, bytes]
-    passthrough: Mapping[str, tuple[Folder, StoredTensor]]
+    passthrough: Mapping[str, tuple[Readable, StoredTensor]]
     companions: Mapping[str, bytes]
 
 
-def open_template(place: Folder | Path | str, *, prediction: bool = True) -> Template:
+def open_template(place: Readable | Path | str, *, prediction: bool = True) -> Template:
     """Open an HF folder, a converted checkpoint or its ``hf/`` as a template.
 
     Args:
@@ -102,10 +102,10 @@ def template_of(model: HfModel) -> Template:
     return Template(model, headers, passthrough, small)
 
 
-def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> Template:
+def _open_layout(folder: Readable, sizes: Mapping[str, int], prediction: bool) -> Template:
     headers, files = _read_layout(folder)
     stored = {name: entry for file, header in headers.items() for name, entry in parse_header(file, header).items()}
-    passthrough: dict[str, tuple[Folder, StoredTensor]] = {}
+    passthrough: dict[str, tuple[Readable, StoredTensor]] = {}
     for name in files:
         if name not in sizes:
             raise UserError(f"{folder.url}/{name}: missing although {LAYOUT} lists it; copy the checkpoint again.")
@@ -124,7 +124,7 @@ def _open_layout(folder: Folder, sizes: Mapping[str, int], prediction: bool) -> 
     return Template(model, headers, passthrough, small)
 
 
-def _read_layout(folder: Folder) -> tuple[dict[str, bytes], list[str]]:
+def _read_layout(folder: Readable) -> tuple[dict[str, bytes], list[str]]:
     """Headers by file, and the passthrough files."""
     try:
         layout = json.loads(folder.read(LAYOUT))

@@ -16,7 +16,7 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.convert.origin import find_template
 from megatron_fleet.convert.template import originals
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.checkpoint_reader import CheckpointReader, MegatronCheckpoint, StoredMatrices
 from megatron_fleet.weights.floats import cast
@@ -28,7 +28,7 @@ from megatron_fleet.weights.mapping import Interval
 STEP_BYTES = 4 << 20
 """Bytes per side compared at once; their float32 copies and masks take ten times as much."""
 
-FolderTensor = tuple[Folder, StoredTensor]
+FolderTensor = tuple[Readable, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ def open_side(url: str, template: str | None = None) -> Side:
         stored_copies = {name: Plain(model.stored[name]) for name in model.table.repeated if name in model.stored}
         whole = replace(model, encodings={**model.encodings, **stored_copies})
         copies = {name: model.table.repeated[name] for name in stored_copies}
-        others = {name: (folder, model.stored[name]) for name in model.passthrough}
+        others: dict[str, FolderTensor] = {name: (folder, model.stored[name]) for name in model.passthrough}
         return Side(url, _shapes(model.table.tensors, copies), PerThread(lambda: HfReader(whole)), others)
     checkpoint = MegatronCheckpoint(folder)
     found = find_template(checkpoint, template)

@@ -19,8 +19,8 @@ Files = Mapping[str, Mapping[str, Any]]
 """Files below a folder, by relative name: ``{"bytes": int, "sha256": hex}``."""
 
 
-class Folder(Protocol):
-    """Local folder or prefix of an S3 bucket. Every method may be called from several threads at once.
+class Readable(Protocol):
+    """Files that can be read, in a folder or on a server. Every method may be called from several threads at once.
 
     Names are relative, with ``/`` between their parts. All methods raise UserError when the disk or the store refuses.
     A file must not be replaced while ``read_into`` reads it: two contents must never be read under one name.
@@ -39,10 +39,6 @@ class Folder(Protocol):
         """
         ...
 
-    def versions(self) -> dict[str, str]:
-        """Versions of the same files by name: strings that change when a file is replaced."""
-        ...
-
     def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
         """Return exactly ``length`` bytes from ``offset``, or raise UserError; ``None`` = to the end of the file."""
         ...
@@ -52,6 +48,14 @@ class Folder(Protocol):
 
         Fastest when the buffer's address and ``offset`` are equal modulo 4096.
         """
+        ...
+
+
+class Folder(Readable, Protocol):
+    """Local folder or prefix of a bucket, as `Readable`."""
+
+    def versions(self) -> dict[str, str]:
+        """Versions of the files by name: strings that change when a file is replaced."""
         ...
 
     def write(self, name: str, data: bytes) -> None:

@@ -9,6 +9,7 @@ import re
 import struct
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import MAX_DEPTH, depth_exceeds
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.open import open_folder
 
 INDEX = "model.safetensors.index.json"
@@ -30,6 +31,9 @@ NOTES = (JOURNAL, ORIGIN)
 _BY_SIZE = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2 F8_E8M0", 2: "I16 U16 F16 BF16", 4: "I32 U32 F32", 8: "I64 U64 F64"}
 ITEM_BYTES = {name: size for size, names in _BY_SIZE.items() for name in names.split()}
 """Item size of each safetensors dtype that takes whole bytes."""
+USUAL_HEADER = 64 << 10
+"""Bytes that most headers do not exceed: one read is enough for them."""
+HEADERS_AT_ONCE = 16
 _MAX_HEADER = 100_000_000
 """The safetensors limit, in bytes."""
 _MAX_AXES = 64
@@ -63,12 +67,12 @@ class StoredTensor:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def as_folder(place: Folder | Path | str) -> Folder:
+def as_folder(place: Readable | Path | str) -> Readable:
     """Open a folder given in any form."""
     return open_folder(place) if isinstance(place, Path | str) else place
 
 
-def read_config(hf_dir: Folder | Path | str) -> dict[str, Any]:
+def read_config(hf_dir: Readable | Path | str) -> dict[str, Any]:
     """The raw ``config.json`` of a folder. Raises UserError if it is missing or not a JSON object."""
     folder = as_folder(hf_dir)
     config = _read_json(folder, "config.json")
@@ -77,7 +81,7 @@ def read_config(hf_dir: Folder | Path | str) -> dict[str, Any]:
     return config
 
 
-def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
+def read_headers(hf_dir: Readable | Path | str) -> dict[str, StoredTensor]:
     """Read every tensor's metadata in a folder (one file, or several with an index) from the file headers.
 
     Raises:
@@ -95,10 +99,12 @@ def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
     if SINGLE in sizes and SINGLE not in listed:
         log.warning("%s has %s and %s; the files that the index lists are taken", folder.url, SINGLE, INDEX)
     stored: dict[str, StoredTensor] = {}
-    for name in listed:
-        if name not in sizes:
-            raise UserError(f"{folder.url}/{name}: missing although {INDEX} lists it; download it again.")
-        for tensor, entry in read_header(folder, name, sizes[name]).items():
+    if absent := [name for name in listed if name not in sizes]:
+        raise UserError(f"{folder.url}/{absent[0]}: missing although {INDEX} lists it; download it again.")
+    with ThreadPoolExecutor(HEADERS_AT_ONCE) as pool:  # of a remote model, each is a request
+        headers = list(pool.map(lambda name: read_header(folder, name, sizes[name]), listed))
+    for name, header in zip(listed, headers, strict=True):
+        for tensor, entry in header.items():
             if tensor in stored:
                 raise UserError(
                     f"{folder.url}/{name}: tensor {tensor} is in {stored[tensor].file} too; remove one of the files."
@@ -119,7 +125,7 @@ def read_headers(hf_dir: Folder | Path | str) -> dict[str, StoredTensor]:
     return stored
 
 
-def _refuse_pointers(folder: Folder, sizes: Mapping[str, int]) -> None:
+def _refuse_pointers(folder: Readable, sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         small = size <= _POINTER_BYTES and "/" not in name and name.endswith((*_SUFFIXES, ".safetensors"))
         if small and folder.read(name).startswith(_POINTER):
@@ -129,7 +135,7 @@ def _refuse_pointers(folder: Folder, sizes: Mapping[str, int]) -> None:
             )
 
 
-def _read_single(folder: Folder, sizes: Mapping[str, int], shards: list[str]) -> dict[str, StoredTensor]:
+def _read_single(folder: Readable, sizes: Mapping[str, int], shards: list[str]) -> dict[str, StoredTensor]:
     """Headers of a folder without an index."""
     if SINGLE in sizes and not shards:
         return read_header(folder, SINGLE, sizes[SINGLE])
@@ -144,7 +150,7 @@ def _read_single(folder: Folder, sizes: Mapping[str, int], shards: list[str]) ->
     raise UserError(f"{folder.url}: neither {SINGLE} nor {INDEX} is there; {found}.")
 
 
-def read_weight_map(folder: Folder) -> dict[str, str]:
+def read_weight_map(folder: Readable) -> dict[str, str]:
     """Read the file of each tensor from the index. Raises UserError if it is malformed."""
     index = _read_json(folder, INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -159,7 +165,7 @@ def read_weight_map(folder: Folder) -> dict[str, str]:
     return weight_map
 
 
-def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]:
+def read_header(folder: Readable, name: str, size: int) -> dict[str, StoredTensor]:
     """Read the tensor metadata of one safetensors file of ``size`` bytes, in data order.
 
     Format: https://huggingface.co/docs/safetensors (header length as u64, header as JSON, data).
@@ -172,16 +178,17 @@ def read_header(folder: Folder, name: str, size: int) -> dict[str, StoredTensor]
         return _check_header(name, _parse_header(header), len(header), size)
 
 
-def read_header_bytes(folder: Folder, name: str, size: int) -> bytes:
+def read_header_bytes(folder: Readable, name: str, size: int) -> bytes:
     """Read the header's length and JSON, i.e. the bytes before the data. Raises UserError if it is not safetensors."""
     with _format_errors_as_user_error(folder, name):
         if size < 8:
             raise ValueError(f"it has only {size} bytes")
-        head = folder.read(name, 0, 8)
-        (length,) = struct.unpack("<Q", head)
+        head = folder.read(name, 0, min(size, USUAL_HEADER))
+        (length,) = struct.unpack_from("<Q", head)
         if length > min(size - 8, _MAX_HEADER):
             raise ValueError(f"its header claims {length} bytes, but the file has {size}")
-        return head + folder.read(name, 8, length)
+        rest = 8 + length - len(head)
+        return head + folder.read(name, len(head), rest) if rest > 0 else head[: 8 + length]
 
 
 def parse_header(name: str, header: bytes) -> dict[str, StoredTensor]:
@@ -227,7 +234,7 @@ def _parse_plain(text: bytes) -> dict[str, Any] | None:
 
 
 @contextmanager
-def _format_errors_as_user_error(folder: Folder, name: str) -> Iterator[None]:
+def _format_errors_as_user_error(folder: Readable, name: str) -> Iterator[None]:
     """Convert any error of a malformed header to UserError."""
     try:
         yield
@@ -299,14 +306,14 @@ def parse_json(text: bytes) -> Any:
     return value
 
 
-def _read_json(folder: Folder, name: str) -> Any:
+def _read_json(folder: Readable, name: str) -> Any:
     try:
         return parse_json(folder.read(name))
     except ValueError as e:
         raise UserError(f"{folder.url}/{name}: not valid JSON ({e}); download it again.") from None
 
 
-def companions(folder: Folder) -> Mapping[str, bytes]:
+def companions(folder: Readable) -> Mapping[str, bytes]:
     """Non-weight files that belong to a model: tokenizer, generation config, chat template, code."""
     return {
         name: folder.read(name)

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.hf_config import QUANTIZATION, architecture_of, text_config
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.weights.floats import FLOATS
 from megatron_fleet.weights.hf_folder import ITEM_BYTES, StoredTensor, as_folder, read_config, read_headers
 from megatron_fleet.weights.mapping import StackedRows, WeightTable
@@ -108,7 +108,7 @@ class HfModel:
         passthrough: names of stored tensors that Megatron does not hold, see `WeightTable.is_passthrough`.
     """
 
-    folder: Folder
+    folder: Readable
     config: dict[str, Any]
     table: WeightTable
     stored: Mapping[str, StoredTensor]
@@ -116,7 +116,7 @@ class HfModel:
     passthrough: tuple[str, ...]
 
 
-def open_model(hf_dir: Folder | Path | str, *, prediction: bool = True) -> HfModel:
+def open_model(hf_dir: Readable | Path | str, *, prediction: bool = True) -> HfModel:
     """Read config and headers, and check that the folder contains exactly the tensors of its model.
 
     MTP layers that ``config.json`` announces but that are completely missing from the files are not part of the model.
@@ -143,7 +143,7 @@ def make_table(config: Mapping[str, Any], names: Iterable[str], prediction: bool
 
 
 def check_stored(
-    folder: Folder, config: dict[str, Any], table: WeightTable, stored: Mapping[str, StoredTensor]
+    folder: Readable, config: dict[str, Any], table: WeightTable, stored: Mapping[str, StoredTensor]
 ) -> HfModel:
     """Same as `open_model`, for headers that were already read."""
     where = folder.url
@@ -232,7 +232,7 @@ def _expect(where: str, name: str, found: StoredTensor, shape: tuple[int, ...], 
         raise UserError(f"{where}/{found.file}: tensor {name} is stored as {found.dtype}; use {' or '.join(dtypes)}.")
 
 
-def check_quantization(folder: Folder, config: dict[str, Any], tensors: Iterable[str]) -> None:
+def check_quantization(folder: Readable, config: dict[str, Any], tensors: Iterable[str]) -> None:
     """Reject quantised forms other than the two supported ones, whether config.json or names of tensors tell of them.
 
     Raises:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.storage.folder import Folder, aligned_buffer
+from megatron_fleet.storage.folder import Readable, aligned_buffer
 from megatron_fleet.weights.floats import cast, cast_up, numpy_type
 from megatron_fleet.weights.hf_folder import StoredTensor
 from megatron_fleet.weights.hf_model import BLOCK, Fp8, HfModel, Int4, Plain
@@ -109,7 +109,7 @@ class HfReader:
 class Hint:
     """Location of the scales with which a tensor was originally quantised."""
 
-    folder: Folder
+    folder: Readable
     file: str
     offset: int
     shape: tuple[int, ...]

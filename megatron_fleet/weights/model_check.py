@@ -22,8 +22,11 @@ from megatron_fleet.config.schema import LoraConfig, ModelConfig, RunConfig
 from megatron_fleet.config.sections.rollout import SpeculativeConfig
 from megatron_fleet.models.hf_config import declared_quantization, read_model
 from megatron_fleet.models.registry import use_family
-from megatron_fleet.storage.folder import Folder
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.open import open_folder
+from megatron_fleet.weights.fetch.cache import at_source
+from megatron_fleet.weights.fetch.hub import NoRanges
+from megatron_fleet.weights.fetch.listing import has_weights
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, read_config, read_weight_map
 from megatron_fleet.weights.hf_model import Fp8, HfModel, Int4, Plain, check_quantization, make_table, open_model
 from megatron_fleet.weights.mapping import Interval
@@ -43,36 +46,51 @@ def check_model(model: ModelConfig, speculative: SpeculativeConfig, tokenizer: b
         tokenizer: compare its ids with the embedding, too, for which packages of the engine environment are needed.
 
     Returns:
-        The model; ``None`` where only its small files are on this host (a dry run does not download weights).
+        The model; ``None`` where neither its weights are on this host nor their headers can be read at the source.
 
     Raises:
         UserError: names file, tensor or field, and what to do.
     """
     use_family(model.family)
-    folder = open_folder(model.folder)
+    folder: Readable = open_folder(model.folder)
     drafts = speculative.method == "mtp"
     if drafts and not read_model(read_config(folder)).mtp:
         raise UserError(
             "rollout.engine.speculative.method=mtp: this model has no multi-token prediction layers; set it to ngram "
             "or none."
         )
-    sizes = folder.sizes()
-    if remote_model(model.path) is not None and not any(name.endswith(".safetensors") for name in sizes):
-        _check_listed(folder, sizes)
+    try:
+        opened = open_checked(_with_weights(model, folder), whole=False, prediction=drafts)
+    except NoRanges as reason:
+        log.warning("%s Only config.json and the index of the weights were checked.", reason)
+        _check_listed(folder, folder.sizes())
         return None
-    opened = open_checked(folder, whole=False, prediction=drafts)
     if drafts and not opened.table.model.mtp:
         raise UserError(
             f"rollout.engine.speculative.method=mtp: no file in model.path={model.path} has the multi-token "
             f"prediction layers that config.json announces; set it to ngram or none, or use a release with them."
         )
-    _check_for_engines(opened, sizes)
+    _check_for_engines(opened, opened.folder.sizes())
     if tokenizer:
         _check_ids(model.folder, opened)
     return opened
 
 
-def open_checked(place: Folder | Path | str, *, whole: bool, prediction: bool = True) -> HfModel:
+def _with_weights(model: ModelConfig, folder: Readable) -> Readable:
+    """Return ``folder``, or the source of a model whose weights are not on this host, as in a dry run.
+
+    Raises:
+        NoRanges: it may not be asked.
+    """
+    if remote_model(model.path) is None or has_weights(folder.sizes()):
+        return folder
+    found = at_source(model.path)
+    if found is None:
+        raise NoRanges(f"model.path={model.path}: HF_HUB_OFFLINE forbids a look at the headers of the weights.")
+    return found
+
+
+def open_checked(place: Readable | Path | str, *, whole: bool, prediction: bool = True) -> HfModel:
     """Open a folder as `open_model`, and compare the tensors that must equal another one with it.
 
     Args:
@@ -145,7 +163,7 @@ def _spans(rows: int, row_bytes: int, whole: bool) -> Iterator[Interval]:
         yield start, min(start + step, rows)
 
 
-def _check_listed(folder: Folder, sizes: Mapping[str, int]) -> None:
+def _check_listed(folder: Readable, sizes: Mapping[str, int]) -> None:
     """Refuse what config and index, without the files that it lists, tell of a model."""
     config = read_config(folder)
     names = read_weight_map(folder) if INDEX in sizes else {}

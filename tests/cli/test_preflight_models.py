@@ -245,9 +245,10 @@ def test_sources_that_contradict_each_other_are_told(tmp_path, caplog):
     assert "using the chat template in chat_template.jinja" in caplog.text
 
 
-def test_of_a_model_that_is_not_here_index_and_config_are_read(tmp_path, monkeypatch):
+def test_of_a_model_that_is_not_here_and_cannot_be_asked_for_index_and_config_are_read(tmp_path, monkeypatch):
     folder = write(tmp_path / "hub" / "models--fleet--tiny" / "snapshots" / ("0" * 40), files=3)
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for path in folder.glob("*.safetensors"):
         path.unlink()
     config = load(["experiment=quickstart", f"model.path=fleet/tiny@{'0' * 40}"])

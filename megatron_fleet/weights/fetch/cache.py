@@ -17,7 +17,9 @@ from pathlib import Path
 from megatron_fleet.config.errors import UserError, say
 from megatron_fleet.config.remote_model import HubModel, RemoteModel, remote_model
 from megatron_fleet.config.schema import Config
+from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.local import make_folders, write_atomically
+from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.fetch import hub, object_store
 from megatron_fleet.weights.fetch.listing import WEIGHTS, Listing, has_weights
 
@@ -80,6 +82,17 @@ def look_up(model: RemoteModel) -> Listing:
     if hub.is_offline():
         fetch(str(model))  # says why it cannot be
     return hub.look_up(model)
+
+
+def at_source(path: str) -> Readable | None:
+    """Return the files of a remote model as they are at their source, for a look at their headers; ``None`` where the
+    user forbids requests to it. Raises UserError.
+    """
+    model = remote_model(path)
+    assert model is not None
+    if not isinstance(model, HubModel):
+        return open_folder(model.address)
+    return None if hub.is_offline() else hub.HubFolder(hub.look_up(model))
 
 
 def _is_offline(model: RemoteModel) -> bool:

@@ -15,14 +15,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.remote_model import HubModel
-from megatron_fleet.storage.local import NO_ROOM
+from megatron_fleet.storage.local import NO_ROOM, LocalFolder
 from megatron_fleet.weights.fetch.listing import Listing, has_weights, is_needed
 
 HASHING_THREADS = 8
+RANGE_S = 60.0
+"""Deadline of one request for a part of a file."""
 _TRUE = ("1", "ON", "YES", "TRUE")
 
 
@@ -59,6 +62,56 @@ def download(model: HubModel, files: Sequence[str]) -> None:
             allow_patterns=list(files),
             library_name="megatron_fleet",
         )
+
+
+class NoRanges(UserError):
+    """A server gives whole files only, which are too large for a look at their headers."""
+
+
+class HubFolder:
+    """`storage.folder.Readable`: a model on the hub, read in ranges without a download; files that are on this host
+    are read here.
+    """
+
+    def __init__(self, listing: Listing) -> None:
+        assert isinstance(listing.model, HubModel)
+        self._model, self._listed = listing.model, listing.sizes
+        self._here = LocalFolder(self._model.folder(os.environ))
+        self._sizes_here = self._here.sizes()
+        self.url = str(self._model)
+
+    def join(self, name: str) -> str:
+        return f"{self.url}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        return dict(sorted(self._listed.items()))
+
+    def read(self, name: str, offset: int = 0, length: int | None = None) -> bytes:
+        if name in self._sizes_here:
+            return self._here.read(name, offset, length)
+        length = self._listed[name] - offset if length is None else length
+        return self._range(name, offset, length) if length else b""
+
+    def read_into(self, name: str, offset: int, buffer: memoryview) -> None:
+        view = buffer.cast("B")
+        view[:] = self.read(name, offset, len(view))
+
+    def _range(self, name: str, offset: int, length: int) -> bytes:
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
+
+        repo, revision = self._model.repo, self._model.revision
+        url = hf_hub_url(repo, name, revision=revision, endpoint=_endpoint())
+        headers = build_hf_headers(library_name="megatron_fleet")
+        headers["range"] = f"bytes={offset}-{offset + length - 1}"
+        with _errors_of(self._model), http_stream_backoff("GET", url, headers=headers, timeout=RANGE_S) as answer:
+            hf_raise_for_status(answer)
+            if answer.status_code != HTTPStatus.PARTIAL_CONTENT and length < self._listed[name]:
+                raise NoRanges(f"{self.join(name)}: the server does not answer requests for a part of a file.")
+            data: bytes = answer.read()
+        if len(data) != length:
+            raise UserError(f"{self.join(name)}: the hub gave {len(data)} of {length} bytes; try again.")
+        return data
 
 
 def damaged_files(folder: Path) -> tuple[int, list[str]]:

@@ -105,6 +105,48 @@ def test_a_run_is_planned_with_what_describes_the_model_and_named_after_it(hub, 
     assert run_url("s3://bucket", "project", PINNED, "run") == "s3://bucket/project/tiny/run"
 
 
+@pytest.fixture
+def dry_run(hub, monkeypatch, tmp_path, capsys):
+    """A dry run of a model on the hub whose weights are not here: its exit status, and what it printed to stderr."""
+    from megatron_fleet import cli
+
+    monkeypatch.chdir(tmp_path)
+
+    def run():
+        status = cli.main(["train", "--dry-run", "experiment=quickstart", "model.path=fleet/tiny"])
+        assert not (folder() / "model.safetensors").exists()
+        return status, capsys.readouterr().err
+
+    return run
+
+
+def test_a_dry_run_reads_the_headers_of_weights_that_are_not_here(hub, dry_run):
+    whole = hub.files["model.safetensors"]
+    assert dry_run() == (0, "")
+    assert "model.safetensors" not in hub.downloads()
+    assert {name for name, _ in hub.parts} == {"model.safetensors"}
+    assert sum(size for _, size in hub.parts) < len(whole) / 4
+    assert b'"model.norm.weight"' in whole
+    hub.files["model.safetensors"] = whole.replace(b'"model.norm.weight"', b'"model.wrong.weigh"')
+    status, said = dry_run()
+    assert status == 2 and f"{PINNED}" in said and "model.norm.weight" in said
+
+
+def test_a_dry_run_does_not_download_weights_for_their_headers(hub, dry_run, caplog):
+    """From a mirror that gives whole files only, or without permission to ask."""
+    hub.ranges = False
+    assert dry_run()[0] == 0
+    assert "does not answer requests for a part of a file. Only config.json and the index" in caplog.text
+
+
+def test_a_dry_run_without_the_hub_checks_what_is_here(hub, dry_run, caplog, monkeypatch):
+    fetch("fleet/tiny", weights=False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    hub.asked.clear()
+    assert dry_run()[0] == 0
+    assert hub.asked == [] and "HF_HUB_OFFLINE forbids a look at the headers" in caplog.text
+
+
 def test_folders_are_left_alone(hub, tmp_path, monkeypatch):
     assert fetch(str(TINY)) == str(TINY)
     monkeypatch.chdir(tmp_path)
