@@ -28,7 +28,7 @@ def two_segments() -> Trajectory:
     builder.begin([1, 2, 8])
     assert builder.ids == [1, 2, 8]
     builder.add_action(said(9))
-    return builder.build(TASK, 0, 0, Outcome.COMPLETED, 1.0, "", None)
+    return builder.build(TASK, Outcome.COMPLETED, 1.0, "", None)
 
 
 def test_segments_follow_each_other():
@@ -53,7 +53,7 @@ def test_experts_are_told_anew_in_every_segment():
     builder.begin([1, 2])
     assert builder.routed == 0
     builder.add_action(said(6, routing=experts(50, 2)))
-    t = builder.build(TASK, 0, 0, Outcome.COMPLETED, 1.0, "", None)
+    t = builder.build(TASK, Outcome.COMPLETED, 1.0, "", None)
     assert t.routing is not None
     assert t.routing[:, 0, 0].tolist() == [10, 12, 14, 16, 0, 50, 52, 0]  # the last of a segment was no input
     with pytest.raises(ValueError, match="experts of 3 tokens, but only 2"):
@@ -62,7 +62,7 @@ def test_experts_are_told_anew_in_every_segment():
 
 
 def test_an_episode_that_never_began_has_no_tokens():
-    t = TrajectoryBuilder().build(TASK, 0, 0, Outcome.ENV_FAILED, None, "no image", None)
+    t = TrajectoryBuilder().build(TASK, Outcome.ENV_FAILED, None, "no image", None)
     t.check()
     assert len(t.token_ids) == 0 and t.segment_starts == (0,) and t.metrics["segments"] == 0
 

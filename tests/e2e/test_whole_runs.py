@@ -190,7 +190,7 @@ def test_a_damaged_checkpoint_is_not_converted(first, tmp_path):
         file.write(b"damage")
     done = convert(shards.parent, tmp_path / "hf")
     assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {shards}: ") and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"error: {shards} ") and done.stderr.count("\n") == 1
     assert not (tmp_path / "hf").exists()
 
 

@@ -104,7 +104,7 @@ async def test_no_text_that_the_policy_sees_has_the_answer(env, tokenizer, rende
     settings = dataclasses.replace(SETTINGS, max_turns=turns)
     script = [Turn("I think."), Turn(CALL), Turn("7 <done>")][-turns:]
     engine, environment = ScriptedEngine(tokenizer, script), make_environment(env("score"), "")
-    played = await run_episode(TASK, 0, 0, environment, engine, renderer, settings, None, session="s")
+    played = await run_episode(TASK, environment, engine, renderer, settings, None, session="s")
     prompts = [tokenizer.decode(prompt) for prompt in engine.prompts]
     assert len(prompts) == turns and "How many?" in prompts[0] and "UNIT: apples" in prompts[0]
     assert SECRET not in "".join(prompts) and SECRET not in json.dumps(played.messages) and SECRET not in repr(played)

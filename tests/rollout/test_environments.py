@@ -243,7 +243,7 @@ def test_what_listens_and_says_nothing_gives_no_answer():
     with held_ports(1) as (port,):
         url = f"http://127.0.0.1:{port}"
         with socket.create_server(("127.0.0.1", port)):
-            assert "gives no answer" in no_answer(url, 0.2)
+            assert "does not answer" in no_answer(url, 0.2)
         assert "not reachable" in no_answer(url, HANG_S)
     assert no_answer("http://", 1) is not None and no_answer("nonsense", 1) is not None
 

@@ -325,7 +325,7 @@ def test_an_environment_that_cannot_be_had_is_said_so(rollout):
     assert rollout.collect().accounting.known == 16
     (server,) = processes(rollout, "embedded_fleet.server")
     os.kill(server, signal.SIGSTOP)
-    assert "gives no answer" in rollout.run(rollout.service.environment_available())
+    assert "does not answer" in rollout.run(rollout.service.environment_available())
     os.kill(server, signal.SIGCONT)
     wait_until(lambda: rollout.run(rollout.service.environment_available()) is None)
 

@@ -69,7 +69,7 @@ def impatient(monkeypatch):
 async def test_the_trainer_waits_for_a_silent_engine_so_long_and_no_longer(sender, impatient, silent):
     engines, transport = SilentEngines(silent), make_transport("gloo", {"address": "127.0.0.1"})
     if silent == ATTEMPTS:
-        words = f"version 4 were not received in {ATTEMPTS} attempts: not all 1 engine .*timeout after 200ms"
+        words = f"version 4 were not received in {ATTEMPTS} attempts: not all 1 registered engine .*timeout after 200ms"
         with pytest.raises(RuntimeError, match=words):
             await transport.sync(sender, engines, 4)
         assert engines.calls == ["open", "begin", "load", *["open", "load"] * (ATTEMPTS - 1)]
@@ -113,7 +113,7 @@ def test_members_meet_only_those_who_know_the_secret(monkeypatch):
     with pytest.raises(RuntimeError, match=r"(?i)timeout|timed out"):
         Membership(**meeting.init_info | {"secret": "another"})
     member.register()
-    with pytest.raises(GroupBroken, match="not all 1 engine workers"):
+    with pytest.raises(GroupBroken, match="not all 1 registered engine workers"):
         meeting.meet()
 
 
@@ -123,6 +123,6 @@ def test_a_member_notices_at_once_that_rank_0_is_gone(monkeypatch):
     member = Membership(**meeting.init_info)
     member.register()
     meeting.store = None
-    with pytest.raises(GroupBroken, match="rank 0 of the trainer did not come") as broken:
+    with pytest.raises(GroupBroken, match="rank 0 of the trainer did not connect") as broken:
         member.meet()
     assert "timeout" not in str(broken.value)

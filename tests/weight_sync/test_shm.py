@@ -206,7 +206,7 @@ async def test_a_rank_that_falls_silent_ends_the_update_on_every_rank(model, mon
     transport = make_transport("shm")
     await trainer.prepare_weights("shm", {})
     trainer._senders[1]._write = lambda memory, number: None
-    with pytest.raises(PeerError, match="of round 1 did not come"):
+    with pytest.raises(PeerError, match="of round 1 was not sent"):
         await transport.sync(trainer, engines, 1)
     assert all(isinstance(e, PeerError) for e in trainer.errors)
     assert "finish" not in engines.calls
@@ -231,7 +231,7 @@ def test_a_writer_that_never_comes_is_given_up(monkeypatch):
     monkeypatch.setattr("megatron_fleet.weight_sync.shm.board.STALL_S", 0.05)
     board = Board(torch.zeros(Board.nbytes(2, 2), dtype=torch.uint8).numpy(), 2, 2)
     board.mark(SUMMED, 1, 0, 1)
-    with pytest.raises(RoundLost, match="bucket 1 of round 1 did not come"):
+    with pytest.raises(RoundLost, match="bucket 1 of round 1 was not sent"):
         board.wait(SUMMED, 1, 1)
     board.mark(SUMMED, 1, 1, 1)
     board.wait(SUMMED, 1, 1)

@@ -63,7 +63,7 @@ class Board:
             if self._abandoned[0] == number:
                 raise RoundLost(f"the trainer abandoned round {number}")
             if time.monotonic() > deadline:
-                raise RoundLost(f"bucket {bucket} of round {number} was not sent within {STALL_S:.0f} s")
+                raise RoundLost(f"bucket {bucket} of round {number} was not sent within {STALL_S:g} s")
             time.sleep(_POLL_S)
 
     def check_current(self, number: int) -> None:
