@@ -51,7 +51,7 @@ async def test_shares_of_time_are_of_the_time_since_the_batch_before(tmp_path, m
 async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(tmp_path):
     """A group of 1 s is judged when it is back, and not when the one of 5 s is."""
     config = load([*OVERRIDES, f"run.out={tmp_path}", *AHEAD, "run.steps=1"])
-    rollout, clock, events = FakeRollout(16), asyncio.get_running_loop(), []
+    rollout, clock, events, shown = FakeRollout(16), asyncio.get_running_loop(), [], []
     played = rollout.collect
 
     async def collect(request, on_episode=None):
@@ -65,9 +65,10 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
     rollout.collect, began = collect, clock.time()
     made = batches.Batches(config, tasks_of(config), rollout)
     try:
-        batch = await made.next(0, lambda _: None)
+        batch = await made.next(0, shown.append)
     finally:
         await made.close()
+    assert shown[-1] == 16
     assert events == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, pytest.approx(1.0))]
     assert clock.time() - began == pytest.approx(5.0)
     assert (batch.accounting.stale, batch.accounting.known, batch.accounting.started) == (4, 16, 20)
