@@ -59,7 +59,8 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
         first_time = sum(place == request.first for place, _ in events) == 1
         rollout.engines.version = -5 if request.first == 1 and first_time else 0
         result = await played(request, on_episode)
-        await asyncio.sleep(5.0 if request.first == 0 else 1.0)
+        result.seconds = 5.0 if request.first == 0 else 1.0
+        await asyncio.sleep(result.seconds)
         return result
 
     rollout.collect, began = collect, clock.time()
@@ -70,7 +71,7 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
         await made.close()
     assert shown[-1] == 16
     assert events == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, pytest.approx(1.0))]
-    assert clock.time() - began == pytest.approx(5.0)
+    assert clock.time() - began == pytest.approx(5.0) and batch.seconds["generate"] == 5.0
     assert (batch.accounting.stale, batch.accounting.known, batch.accounting.started) == (4, 16, 20)
     assert [(group.index, len(group.trajectories)) for group in batch.groups] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
