@@ -48,8 +48,9 @@ async def test_shares_of_time_are_of_the_time_since_the_batch_before(tmp_path, m
 
 
 @in_simulated_time
-async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(tmp_path):
+async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(tmp_path, monkeypatch):
     """A group of 1 s is judged when it is back, and not when the one of 5 s is."""
+    monkeypatch.setattr(batches, "time", LOOP_TIME)
     config = load([*OVERRIDES, f"run.out={tmp_path}", *AHEAD, "run.steps=1"])
     rollout, clock, events, shown = FakeRollout(16), asyncio.get_running_loop(), [], []
     played = rollout.collect
@@ -72,6 +73,7 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
     assert shown[-1] == 16
     assert events == [(0, 0.0), (1, 0.0), (2, 0.0), (3, 0.0), (1, pytest.approx(1.0))]
     assert clock.time() - began == pytest.approx(5.0) and batch.seconds["generate"] == 5.0
+    assert batch.seconds["engines_idle"] == pytest.approx(0.0)
     assert (batch.accounting.stale, batch.accounting.known, batch.accounting.started) == (4, 16, 20)
     assert [(group.index, len(group.trajectories)) for group in batch.groups] == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
