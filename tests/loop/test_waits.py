@@ -90,3 +90,19 @@ async def test_what_is_shown_of_a_step_are_its_own_episodes(tmp_path):
     finally:
         await made.close()
     assert shown[:6] == [0] * 6 and max(shown) == shown[-1] == 16  # twice a second
+
+
+@in_simulated_time
+async def test_engines_are_idle_only_while_no_group_of_any_step_plays(tmp_path, monkeypatch):
+    monkeypatch.setattr(batches, "time", LOOP_TIME)
+    config = load([*OVERRIDES, f"run.out={tmp_path}", *AHEAD])
+    rollout = FakeRollout(16)
+    rollout.delays = {0: 3.0, 1: 5.0}
+    made = batches.Batches(config, tasks_of(config), rollout)
+    try:
+        await made.next(0, lambda _: None)
+        await asyncio.sleep(1.0)
+        rollout.engines.version = 1
+        assert (await made.next(1, lambda _: None)).waits["engines_idle_share"] == 0
+    finally:
+        await made.close()
