@@ -45,7 +45,7 @@ MISSING = (
     "markers of the decoded text; samples of a task are numbered in the order of the file."
 )
 NO_TASKS = "The files of training steps name no tasks: the SHA-256 of the prompt stands for the task."
-NO_METRICS = "There is no metrics.jsonl: curves show only the evaluations and the training steps that were read."
+NO_METRICS = "metrics.jsonl is missing: curves show only the evaluations and training steps found in the episode files."
 _FILE = re.compile(rf"{FLEET_EVALUATIONS}/global_step_(\d+)_evals/(greedy/)?([^/]+)\.jsonl")
 _TRAINING = re.compile(rf"{FLEET_TRAINING}/global_step_(\d+)\.jsonl")
 _SAID = re.compile(r"<\|im_start\|>(\w+)\n(.*?)(?:<\|im_end\|>\n?|(?=<\|im_start\|>)|\Z)", re.DOTALL)

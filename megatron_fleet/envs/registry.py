@@ -73,7 +73,7 @@ class Server(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentBackend:
-    """How environments of one kind are opened and served.
+    """Factory and server of one kind of environment.
 
     Attributes:
         open: creates an Environment for one episode from the section ``env``, the server's address, the episode's name

@@ -148,7 +148,7 @@ def shape_of(path: str) -> tuple[Shape, str]:
     found = [known for known in KNOWN if f"{name}-".startswith(f"{known.lower()}-")]
     if not found:
         raise UserError(
-            f"model.path={path}: there is no config.json, and the name is not that of a model known without one "
+            f"model.path={path}: config.json is missing, and the name is not one of the models whose shape is built in "
             f"({', '.join(KNOWN)}); name a folder with the model's config.json, or one of these."
         )
     known = max(found, key=len)

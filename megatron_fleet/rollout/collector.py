@@ -9,8 +9,9 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
-from megatron_fleet.agents.trajectory import Outcome, Trajectory
+from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import EnvConfig, RolloutConfig
 from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
@@ -34,17 +35,13 @@ class _Running:
         self.collection = collection
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
-    def ended(self, spec: EpisodeSpec, trajectory: Trajectory) -> None:
-        """See `Collection`; ends this collection alone when what was to be told of the episode raises."""
-        self._record(partial(self.collection.ended, spec, trajectory))
-
-    def lost(self, spec: EpisodeSpec, trajectory: Trajectory | None = None) -> None:
-        """See `Collection`."""
-        self._record(partial(self.collection.lost, spec, trajectory))
-
-    def stop(self, reason: str) -> None:
-        """See `Collection`."""
-        self._record(partial(self.collection.stop, reason))
+    def record(self, change: Callable[..., None], *arguments: Any) -> None:
+        """Call a method of the collection. If the callback for ended episodes raises, this collection alone fails."""
+        try:
+            change(*arguments)
+        except Exception as error:
+            self.fail(error)
+        self.finish_if_done()
 
     def finish_if_done(self) -> None:
         """Set ``over`` if the collection is done."""
@@ -54,13 +51,6 @@ class _Running:
     def fail(self, error: Exception) -> None:
         if not self.over.done():
             self.over.set_exception(error)
-
-    def _record(self, change: Callable[[], None]) -> None:
-        try:
-            change()
-        except Exception as error:
-            self.fail(error)
-        self.finish_if_done()
 
 
 _Taken = tuple[_Running, EpisodeSpec]
@@ -187,7 +177,7 @@ class Collector:
             trajectories = await worker.run([spec for _, spec in batch])
         except ComponentLost:
             for running, spec in batch:
-                running.lost(spec)
+                running.record(running.collection.lost, spec)
             return
         if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
             # Before they are issued again: a dead engine would fail them immediately and repeatedly.
@@ -198,9 +188,9 @@ class Collector:
             trajectory.check()
             self.monitor.returned(worker.name, trajectory)
             if environment_lost and trajectory.reward is None:
-                running.lost(spec, trajectory)
+                running.record(running.collection.lost, spec, trajectory)
             else:
-                running.ended(spec, trajectory)
+                running.record(running.collection.ended, spec, trajectory)
 
     async def _check_policy(self, worker: WorkerSlot) -> None:
         if self.dead is None and (reason := await worker.policy_dead()) is not None:
@@ -208,7 +198,7 @@ class Collector:
             await asyncio.gather(*(self._stop(running, reason) for running in self._running))
 
     async def _stop(self, running: _Running, reason: str) -> None:
-        running.stop(reason)
+        running.record(running.collection.stop, reason)
         await self._abort(running.collection)
 
     async def _abort(self, collection: Collection) -> None:

@@ -59,7 +59,7 @@ class Exists(UserError):
 
 
 class RemoteFolder(Folder):
-    """``Folder`` in an object store, without its requests. A read goes on where its connection broke."""
+    """``Folder`` in an object store, without its requests. A read whose connection broke resumes at that byte."""
 
     broken: ClassVar[tuple[type[Exception], ...]]
     """Errors of a body whose connection broke."""

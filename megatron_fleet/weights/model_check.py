@@ -25,7 +25,7 @@ from megatron_fleet.models.registry import use_family
 from megatron_fleet.storage.folder import Readable
 from megatron_fleet.storage.open import open_folder
 from megatron_fleet.weights.fetch.cache import at_source
-from megatron_fleet.weights.fetch.hub import NoRanges
+from megatron_fleet.weights.fetch.hub import HeadersUnavailable
 from megatron_fleet.weights.fetch.listing import has_weights
 from megatron_fleet.weights.hf_folder import INDEX, ITEM_BYTES, read_config, read_weight_map
 from megatron_fleet.weights.hf_model import Fp8, HfModel, Int4, Plain, check_quantization, make_table, open_model
@@ -61,7 +61,7 @@ def check_model(model: ModelConfig, speculative: SpeculativeConfig, tokenizer: b
         )
     try:
         opened = open_checked(_with_weights(model, folder), whole=False, prediction=drafts)
-    except NoRanges as reason:
+    except HeadersUnavailable as reason:
         log.warning("%s Only config.json and the index of the weights were checked.", reason)
         _check_listed(folder, folder.sizes())
         return None
@@ -80,13 +80,15 @@ def _with_weights(model: ModelConfig, folder: Readable) -> Readable:
     """Return ``folder``, or the source of a model whose weights are not on this host, as in a dry run.
 
     Raises:
-        NoRanges: it may not be asked.
+        HeadersUnavailable: the user forbids requests to it.
     """
     if remote_model(model.path) is None or has_weights(folder.sizes()):
         return folder
     found = at_source(model.path)
     if found is None:
-        raise NoRanges(f"model.path={model.path}: HF_HUB_OFFLINE forbids a look at the headers of the weights.")
+        raise HeadersUnavailable(
+            f"model.path={model.path}: HF_HUB_OFFLINE is set, so the headers of the weights cannot be read."
+        )
     return found
 
 

@@ -75,7 +75,7 @@ def test_parameters(name, whole, active):
 
 def test_a_shape_is_found_by_the_name_of_the_folder_or_repository(tmp_path):
     assert shape_of("Qwen/Qwen3-8B")[0] == shape_of("/models/Qwen3-8B-64k")[0] == KNOWN["Qwen3-8B"]
-    with pytest.raises(UserError, match=r"model\.path=/models/Qwen3-80B: there is no config\.json"):
+    with pytest.raises(UserError, match=r"model\.path=/models/Qwen3-80B: config\.json is missing"):
         shape_of("/models/Qwen3-80B")
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["Qwen3-4B"]))
     assert shape_of(str(tmp_path))[0] == KNOWN["Qwen3-4B"]

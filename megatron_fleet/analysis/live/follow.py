@@ -299,7 +299,7 @@ class RunFollower:
 
     def search(self, wanted: Wanted, limit: int) -> Found:
         """Return the newest episodes that match, at most ``limit``. Files that were not read before are read until
-        ``SEARCH_S`` is over, at least one; a repeated search goes on where this one ended."""
+        ``SEARCH_S`` is over, at least one; a repeated search resumes where this one ended."""
         rows: list[Row] = []
         until, searched_to, read = time.monotonic() + SEARCH_S, None, 0
         with self.lock:

@@ -64,8 +64,8 @@ def download(model: HubModel, files: Sequence[str]) -> None:
         )
 
 
-class NoRanges(UserError):
-    """A server gives whole files only, which are too large for a look at their headers."""
+class HeadersUnavailable(UserError):
+    """The headers of the weights cannot be read without downloading whole files."""
 
 
 class HubFolder:
@@ -107,7 +107,9 @@ class HubFolder:
         with _errors_of(self._model), http_stream_backoff("GET", url, headers=headers, timeout=RANGE_S) as answer:
             hf_raise_for_status(answer)
             if answer.status_code != HTTPStatus.PARTIAL_CONTENT and length < self._listed[name]:
-                raise NoRanges(f"{self.join(name)}: the server does not answer requests for a part of a file.")
+                raise HeadersUnavailable(
+                    f"{self.join(name)}: the server does not support requests for a part of a file."
+                )
             data: bytes = answer.read()
         if len(data) != length:
             raise UserError(f"{self.join(name)}: the hub gave {len(data)} of {length} bytes; try again.")
