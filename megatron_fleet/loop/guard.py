@@ -16,7 +16,16 @@ from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import PolicyConfig, SafetyConfig
 from megatron_fleet.debug.dumps import Dumps, Record, Verdict, shorten
 from megatron_fleet.platform.alerts import alert
-from megatron_fleet.trainer.base import AdamParams, LossReport, OptimReport, Ranks, Trainer, TrainerLost
+from megatron_fleet.platform.waiting import together
+from megatron_fleet.trainer.base import (
+    AdamParams,
+    LossReport,
+    LossSpec,
+    OptimReport,
+    Ranks,
+    Trainer,
+    TrainerLost,
+)
 
 log = logging.getLogger(__name__)
 WINDOW = 32
@@ -73,34 +82,34 @@ class StepGuard:
         """Restore the result of `state`."""
         self._judge.load(state)
 
-    async def optim_step(self, update: Update) -> OptimReport:
-        """Call `Trainer.optim_step`, unless loss or gradient is not finite, and report anomalies."""
-        adam, ranks = AdamParams.of(self._optimizer, update.lr), self._trainer.ranks
-        step = self._step(adam, update) if ranks is None else self._held_step(ranks, adam, update)
-        report, verdict = await step
-        self._judge.record(report.grad_norm, report.skipped)
-        return replace(report, spike=verdict is Verdict.SPIKE, skipped_total=self._judge.skipped)
+    async def update(
+        self, step: int, part: int, lr: float, data: Sequence[Datum], loss: LossSpec
+    ) -> tuple[LossReport, OptimReport]:
+        """Call `Trainer.forward_backward` and `Trainer.optim_step`, and report anomalies.
 
-    async def _step(self, adam: AdamParams, update: Update) -> tuple[OptimReport, Verdict]:
-        """Take a step that cannot be held: the loss is judged before, the gradient norm afterwards."""
-        loss = update.report.loss
-        if math.isfinite(loss):
-            report = await self._trainer.optim_step(adam)
+        Ranks hold an anomalous step, so that it is examined and dumped before any change. Another trainer, to which
+        a round trip may take long, is given both calls at once, and its step is judged afterwards.
+        """
+        adam, ranks = AdamParams.of(self._optimizer, lr), self._trainer.ranks
+        if ranks is not None:
+            report = await self._trainer.forward_backward(data, loss)
+            taken, verdict = await self._held_step(ranks, adam, Update(step, part, lr, data, report))
         else:
-            await self._trainer.discard_gradients()
-            report = OptimReport(math.nan, adam.lr, skipped=True)
-        verdict = self._judge.judge(loss, report.grad_norm)
-        if verdict is not Verdict.FINE:
-            self._tell(update.step, fault(verdict, loss, report.grad_norm, self._judge.median))
-        return report, verdict
+            trainer = self._trainer
+            report, taken = await together(trainer.forward_backward(data, loss), trainer.optim_step(adam))
+            verdict = self._judge.judge(report.loss, taken.grad_norm)
+            if verdict is not Verdict.FINE:
+                self._tell(step, fault(verdict, report.loss, taken.grad_norm, self._judge.median))
+        self._judge.record(taken.grad_norm, taken.skipped)
+        return report, replace(taken, spike=verdict is Verdict.SPIKE, skipped_total=self._judge.skipped)
 
     async def _held_step(self, ranks: Ranks, adam: AdamParams, update: Update) -> tuple[OptimReport, Verdict]:
-        """Take a step that ranks hold when it is anomalous, so that it is examined and dumped before any change."""
         loss = update.report.loss
         # The bound is finite, so the ranks also hold a step whose norm is not.
         report = await ranks.optim_step(adam, hold_above=self._judge.bound(loss))
         if not report.held:
             return report, Verdict.FINE
+        assert report.grad_norm is not None, "ranks know it"
         verdict = self._judge.judge(loss, report.grad_norm)
         await self._examine(ranks, update, report.grad_norm, verdict)
         if verdict is Verdict.SPIKE:
@@ -163,8 +172,10 @@ def describe(record: Record) -> str:
     return "; ".join(parts)
 
 
-def fault(verdict: Verdict, loss: float, norm: float, median: float) -> str:
+def fault(verdict: Verdict, loss: float, norm: float | None, median: float) -> str:
     """Say in a few words what is wrong with a step. ``median``: of the last gradient norms."""
+    if norm is None:
+        return f"loss {loss:.3g}, so the update was skipped"
     if verdict is Verdict.SPIKE:
         return f"gradient norm {norm:.3g} is {norm / median:.1f} × the median of the last ones"
     return f"loss {loss:.3g}, gradient norm {norm:.3g}, so the update was skipped"
@@ -199,20 +210,23 @@ class StepJudge:
             return sys.float_info.max
         return min(self._factor * self.median, sys.float_info.max)
 
-    def judge(self, loss: float, norm: float) -> Verdict:
-        """Judge the next step by the recorded norms."""
+    def judge(self, loss: float, norm: float | None) -> Verdict:
+        """Judge the next step by the recorded norms. ``norm``: ``None`` = not known."""
+        if norm is None:
+            return Verdict.FINE if math.isfinite(loss) else Verdict.NOT_FINITE
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return Verdict.NOT_FINITE
         return Verdict.SPIKE if norm > self.bound(loss) else Verdict.FINE
 
-    def record(self, norm: float, skipped: bool) -> None:
+    def record(self, norm: float | None, skipped: bool) -> None:
         """Record a finished step. Spikes are included, so the median follows when norms stay high."""
         if skipped:
             self.skipped += 1
             self.skipped_in_a_row += 1
-        else:
+            return
+        self.skipped_in_a_row = 0
+        if norm is not None:
             self._norms.append(norm)
-            self.skipped_in_a_row = 0
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for `load`."""

@@ -11,7 +11,7 @@ import numpy as np
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.algorithms.loss_metrics import needs_proximal
 from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig, RunConfig
-from megatron_fleet.loop.guard import StepGuard, Update
+from megatron_fleet.loop.guard import StepGuard
 from megatron_fleet.trainer.base import LossReport, LossSpec, OptimReport, Trainer
 
 Reports = list[tuple[LossReport, OptimReport]]
@@ -35,11 +35,10 @@ async def update(
         updates = [with_logprobs(data, "reference", await trainer.forward(data, "reference")) for data in updates]
     if len(updates) > 1 and needs_proximal(algorithm):
         updates = [with_logprobs(data, "proximal", await trainer.forward(data)) for data in updates]
-    parts, reports = policy.updates_per_batch, []
+    parts, loss, reports = policy.updates_per_batch, LossSpec.of(algorithm), []
     for part, data in enumerate(updates):
         lr = lr_at(step * parts + part, policy.optimizer, run.last_step * parts)
-        report = await trainer.forward_backward(data, LossSpec.of(algorithm))
-        reports.append((report, await guard.optim_step(Update(step + 1, part, lr, data, report))))
+        reports.append(await guard.update(step + 1, part, lr, data, loss))
     return reports
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 async def until_done(*futures: asyncio.Future[Any]) -> None:
@@ -52,6 +53,23 @@ async def unless(work: Coroutine[Any, Any, T], interruption: Coroutine[Any, Any,
     if finished:
         return working.result()
     raise waiting.result()
+
+
+async def together(first: Coroutine[Any, Any, T], second: Coroutine[Any, Any, U]) -> tuple[T, U]:
+    """Run both at the same time, begun in this order, and return their results. When one fails, or this task is
+    cancelled, cancel the other and wait until it has ended.
+    """
+    tasks = asyncio.create_task(first), asyncio.create_task(second)
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await until_done(*tasks)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+    return tasks[0].result(), tasks[1].result()
 
 
 def task_stacks(loop: asyncio.AbstractEventLoop) -> str:

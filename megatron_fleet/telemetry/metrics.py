@@ -116,7 +116,7 @@ def policy_metrics(reports: Sequence[LossReport], optims: Sequence[OptimReport])
     tokens, padding = sum(r.tokens for r in reports), sum(r.padded_tokens for r in reports)
     if tokens:
         out["policy/packing_efficiency"] = tokens / (tokens + padding)
-    norms = [o.grad_norm for o in optims if math.isfinite(o.grad_norm)]
+    norms = [o.grad_norm for o in optims if o.grad_norm is not None and math.isfinite(o.grad_norm)]
     if norms:
         out["policy/grad_norm"] = float(np.mean(norms))
     for name in sorted({name for o in optims for name in o.gradient}):

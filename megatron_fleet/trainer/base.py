@@ -89,7 +89,7 @@ class OptimReport:
     """Result of one optimizer step.
 
     Attributes:
-        grad_norm: before clipping.
+        grad_norm: before clipping; ``None``: the trainer does not tell.
         held: the step was not taken because the norm was above ``hold_above``; the gradients are kept.
         skipped: the gradient was not finite, or was discarded; nothing was changed.
         spike: the norm is far above those of earlier steps; set by the guard.
@@ -97,7 +97,7 @@ class OptimReport:
         gradient: metrics of ``policy.gradient_metrics`` by name; empty when this step was not measured.
     """
 
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     skipped: bool
     held: bool = False
@@ -210,7 +210,9 @@ class Trainer(Protocol):
         ...
 
     async def optim_step(self, adam: AdamParams) -> OptimReport:
-        """Clip, step, zero the gradients. With a gradient that is not finite the step is skipped: nothing changes."""
+        """Clip, step, zero the gradients. When the gradient, or a loss that it is of, is not finite, the step is
+        skipped: nothing changes.
+        """
         ...
 
     async def discard_gradients(self) -> None:

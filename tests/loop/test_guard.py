@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -15,7 +17,7 @@ from policy_fixtures import make_batch, make_config, write_config
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.debug.dumps import Record, open_dump
-from megatron_fleet.loop.guard import FEWEST, Update, describe
+from megatron_fleet.loop.guard import FEWEST, describe
 from megatron_fleet.trainer.base import AdamParams, LossSpec, MicroBatchLoss, OptimReport, TrainerLost
 
 DUMP = ["examine", "save_state"]
@@ -34,14 +36,11 @@ class Guarded:
         self.taken = 0
         self.folder = folder / "out" / "dumps"
 
-    async def step(self, data, loss=None) -> OptimReport:
-        """One update; ``loss``: reported instead of the real one."""
+    async def step(self, data) -> OptimReport:
+        """One update."""
         self.taken += 1
-        report = await self.trainer.forward_backward(data, LossSpec.of(self.config.algorithm))
-        if loss is not None:
-            report = replace(report, loss=loss)
         self.trainer.calls.clear()
-        return await self.guard.optim_step(Update(self.taken, 0, 1e-3, data, report))
+        return (await self.guard.update(self.taken, 0, 1e-3, data, LossSpec.of(self.config.algorithm)))[1]
 
     def accustom(self, norm):
         """As if the norms before had all been ``norm``."""
@@ -67,9 +66,9 @@ def bad():
     return data
 
 
-async def test_a_step_that_looks_right_is_one_call(guarded):
+async def test_a_step_that_looks_right_is_one_call_of_each(guarded):
     report = await guarded.step(healthy())
-    assert guarded.trainer.calls == ["optim_step"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step"]
     assert (report.skipped, report.spike, report.held, report.skipped_total) == (False, False, False, 0)
     alone = FakeTrainer()
     await alone.forward_backward(healthy(), LossSpec.of(guarded.config.algorithm))
@@ -84,7 +83,7 @@ async def test_a_step_that_is_not_finite_is_dumped_and_discarded(guarded, caplog
     data = bad()
     with caplog.at_level(logging.WARNING):
         report = await guarded.step(data)
-    assert guarded.trainer.calls == ["optim_step", *DUMP, "discard_gradients"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step", *DUMP, "discard_gradients"]
     assert (report.skipped, report.spike, report.held, report.skipped_total) == (True, False, False, 1)
     assert np.array_equal(guarded.trainer.weights, before) and not guarded.trainer.gradient.any()
     assert guarded.dumps == ["step-000002.0"]
@@ -98,12 +97,18 @@ async def test_a_step_that_is_not_finite_is_dumped_and_discarded(guarded, caplog
     assert [d.scaled_advantages.tobytes() for d in dump.data()] == [d.scaled_advantages.tobytes() for d in data]
 
 
-async def test_a_loss_that_is_not_finite_is_enough(guarded):
+async def test_a_loss_that_is_not_finite_is_enough(guarded, monkeypatch):
     """A clamp behind it may stop the nan: the gradient looks as usual."""
     before = guarded.trainer.weights.copy()
-    report = await guarded.step(healthy(), loss=float("nan"))
+    backward = guarded.trainer.forward_backward
+
+    async def not_finite(data, loss):
+        return replace(await backward(data, loss), loss=math.nan)
+
+    monkeypatch.setattr(guarded.trainer, "forward_backward", not_finite)
+    report = await guarded.step(healthy())
     assert report.skipped and np.isfinite(report.grad_norm)
-    assert guarded.trainer.calls == ["optim_step", *DUMP, "discard_gradients"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step", *DUMP, "discard_gradients"]
     assert np.array_equal(guarded.trainer.weights, before)
 
 
@@ -115,7 +120,7 @@ async def test_a_spike_is_taken_reported_and_kept_as_it_was_before(guarded, capl
     before = guarded.trainer.weights.copy()
     with caplog.at_level(logging.WARNING):
         report = await guarded.step(healthy())
-    assert guarded.trainer.calls == ["optim_step", *DUMP, "optim_step"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step", *DUMP, "optim_step"]
     assert (report.spike, report.skipped, report.held, report.skipped_total) == (True, False, False, 0)
     assert "× the median of the last ones" in caplog.text
     assert not np.array_equal(before, guarded.trainer.weights)
@@ -144,10 +149,10 @@ async def test_no_dumps_when_none_are_wanted(tmp_path, caplog):
     guarded = Guarded(tmp_path, safety={"max_dumps": 0, "spike_factor": None})
     guarded.accustom(1e-6)
     assert not (await guarded.step(healthy())).spike
-    assert guarded.trainer.calls == ["optim_step"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step"]
     with caplog.at_level(logging.WARNING):
         assert (await guarded.step(bad())).skipped
-    assert guarded.trainer.calls == ["optim_step", "examine", "discard_gradients"]
+    assert guarded.trainer.calls == ["forward_backward", "optim_step", "examine", "discard_gradients"]
     assert guarded.dumps == []
     assert "replay" not in caplog.text
 
@@ -202,25 +207,50 @@ class Elsewhere(FakeTrainer):
     """A trainer whose steps cannot be held."""
 
     ranks = None
+    tells_norm = True
 
     async def optim_step(self, adam):
-        return await super().optim_step(adam)
+        report = await super().optim_step(adam)
+        return report if self.tells_norm else replace(report, grad_norm=None)
 
 
-async def test_without_ranks_a_loss_that_is_not_finite_never_reaches_the_optimizer(tmp_path, caplog):
+async def test_without_ranks_both_calls_are_made_at_once_and_judged_afterwards(tmp_path, caplog):
     guarded = Guarded(tmp_path, trainer=Elsewhere())
     before = guarded.trainer.weights
-    report = await guarded.step(bad(), loss=np.nan)
-    assert guarded.trainer.calls == ["discard_gradients"] and guarded.trainer.weights is before
+    report = await guarded.step(bad())
+    assert guarded.trainer.calls == ["forward_backward", "optim_step"] and guarded.trainer.weights is before
     assert (report.skipped, report.skipped_total) == (True, 1)
     assert "step 1: loss nan, gradient norm nan, so the update was skipped" in caplog.text
     assert guarded.dumps == []
+    assert not (await guarded.step(healthy())).skipped
+    assert guarded.trainer.weights is not before
 
 
 async def test_without_ranks_a_spike_is_reported_when_it_is_over(tmp_path, caplog):
     guarded = Guarded(tmp_path, trainer=Elsewhere())
     guarded.accustom(1e-6)
     report = await guarded.step(healthy())
-    assert guarded.trainer.calls == ["optim_step"]
     assert (report.spike, report.skipped) == (True, False)
     assert "step 1: gradient norm" in caplog.text and guarded.dumps == []
+
+
+async def test_a_trainer_need_not_tell_the_norm(tmp_path, caplog):
+    guarded = Guarded(tmp_path, trainer=Elsewhere())
+    guarded.trainer.tells_norm = False
+    before = guarded.guard.state()
+    report = await guarded.step(healthy())
+    assert (report.grad_norm, report.skipped, report.spike) == (None, False, False)
+    assert guarded.guard.state() == before and not caplog.text
+    assert (await guarded.step(bad())).skipped
+    assert "step 2: loss nan, so the update was skipped" in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["forward_backward", "optim_step"])
+async def test_when_one_of_two_calls_fails_the_other_is_not_left_running(tmp_path, verb):
+    trainer = Elsewhere()
+    trainer.fail_next(verb, UserError("no"))
+    guarded = Guarded(tmp_path, trainer=trainer)
+    with pytest.raises(UserError, match="no"):
+        await guarded.step(healthy())
+    await asyncio.sleep(0.01)
+    assert len(trainer.calls) <= 2 and len(asyncio.all_tasks()) == 1

@@ -28,7 +28,7 @@ from megatron_fleet import cli
 from megatron_fleet.config.schema import Config, ParallelConfig
 from megatron_fleet.debug.dumps import Dump, open_dump
 from megatron_fleet.debug.replay import Found, replay
-from megatron_fleet.loop.guard import FEWEST, Update
+from megatron_fleet.loop.guard import FEWEST
 from megatron_fleet.trainer.base import AdamParams, LossSpec, OptimReport, Trainer
 from megatron_fleet.trainer.group import open_trainer
 
@@ -56,10 +56,9 @@ class Run:
         self.guard = make_guard(self.config, self.trainer)
         self.dumps, self.taken = out / "dumps", 0
 
-    async def step(self, data) -> OptimReport:
+    async def step(self, data, lr: float = 1e-3) -> OptimReport:
         self.taken += 1
-        report = await self.trainer.forward_backward(data, LossSpec.of(self.config.algorithm))
-        return await self.guard.optim_step(Update(self.taken, 0, 1e-3, data, report))
+        return (await self.guard.update(self.taken, 0, lr, data, LossSpec.of(self.config.algorithm)))[1]
 
     def accustom(self, norm: float) -> None:
         """As if the norms before had all been ``norm``."""
@@ -273,8 +272,7 @@ async def test_a_skipped_step_leaves_the_biases_of_routers(tmp_path):
         logprobs = await run.trainer.forward(data)
         run.accustom(1e-6)
         # With a learning rate of 0 nothing moves but the biases.
-        report = await run.trainer.forward_backward(data, LossSpec.of(run.config.algorithm))
-        taken = await run.guard.optim_step(Update(2, 0, 0.0, data, report))
+        taken = await run.step(data, lr=0.0)
         assert taken.spike and dumped_state(run.dump(2)) == before
         moved = await run.trainer.forward(data)
         assert any(not np.array_equal(one, two) for one, two in zip(logprobs, moved, strict=True))
