@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, count
-from megatron_fleet.config.schema import CORRECTION_BOUNDS, CorrectionConfig
+from megatron_fleet.config.schema import CorrectionConfig
 
 Weights = tuple[torch.Tensor, torch.Tensor]
 """c_t ``[A]``, and bool ``[A]``: whether the weight was truncated or set to 0."""
@@ -66,10 +66,7 @@ CORRECTIONS: dict[str, Callable[[LossInputs, torch.Tensor, float, float], Weight
 
 def correction_weights(x: LossInputs, correction: CorrectionConfig) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """c_t ``[A]`` without gradient, and metric sums; ``correction.kind`` is not ``off``."""
-    default_low, default_high = CORRECTION_BOUNDS[correction.kind]
-    low = default_low if correction.low is None else correction.low
-    high = default_high if correction.high is None else correction.high
-    weight, touched = CORRECTIONS[correction.kind](x, x.old_logprobs() - x.behaviour, low, high)
+    weight, touched = CORRECTIONS[correction.kind](x, x.old_logprobs() - x.behaviour, *correction.bounds)
     return weight, {
         "correction_weight": weight.sum(),
         "correction_weight_squared": weight.square().sum(),

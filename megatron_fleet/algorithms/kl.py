@@ -25,10 +25,7 @@ from typing import Literal
 
 import torch
 
-MAX_LOG_RATIO = 20.0
-"""Bound of exponents (±): float32 stays finite, 0 × inf never becomes NaN, and the gradient outside is 0."""
-MAX_K3 = 10.0
-"""Largest value of k3."""
+from megatron_fleet.algorithms.loss_metrics import MAX_K3, MAX_LOG_RATIO
 
 
 def kl_estimate(logprobs: torch.Tensor, reference: torch.Tensor, estimator: Literal["k1", "k2", "k3"]) -> torch.Tensor:

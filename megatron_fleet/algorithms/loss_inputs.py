@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_fleet.algorithms.kl import MAX_LOG_RATIO
+from megatron_fleet.algorithms.loss_metrics import MAX_LOG_RATIO
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Metrics from a loss's sums, and the log-probs that a loss needs; free of torch, for the controller."""
+"""Metrics from a loss's sums, the log-probs that a loss needs, and bounds; free of torch, for the controller."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ NORMALISED = ("policy_loss", "kl_loss", "entropy_loss")
 
 OWN = "own/"
 """Prefix of the sums of a user-defined loss."""
+
+MAX_LOG_RATIO = 20.0
+"""Bound of exponents (±): float32 stays finite, 0 × inf never becomes NaN, and the gradient outside is 0."""
+MAX_K3 = 10.0
+"""Largest value of the KL estimate k3, see `algorithms.kl`."""
 
 WITHOUT_PROXIMAL = frozenset({"reinforce", "importance_weighted"})
 """Losses without π_old."""

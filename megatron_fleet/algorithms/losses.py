@@ -7,9 +7,9 @@ import re
 import torch
 
 from megatron_fleet.algorithms.corrections import correction_weights
-from megatron_fleet.algorithms.kl import MAX_K3, kl_estimate
+from megatron_fleet.algorithms.kl import kl_estimate
 from megatron_fleet.algorithms.loss_inputs import LossFn, LossInputs, LossResult, bounded_log_ratio, count
-from megatron_fleet.algorithms.loss_metrics import OWN
+from megatron_fleet.algorithms.loss_metrics import MAX_K3, OWN
 from megatron_fleet.algorithms.policy_terms import OWN_LOSS, POLICY_TERMS, PolicyTerm, TermResult
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.extension import load

@@ -25,7 +25,7 @@ import torch
 
 from megatron_fleet.algorithms.loss_inputs import LossInputs, bounded_log_ratio, count
 from megatron_fleet.config.extension import Interface
-from megatron_fleet.config.schema import CLIP_BOUNDS, AlgorithmConfig
+from megatron_fleet.config.schema import AlgorithmConfig
 
 TermResult = tuple[torch.Tensor, dict[str, torch.Tensor]]
 """J_t ``[A]`` with gradient, and named metric sums (0-d, no gradient)."""
@@ -41,14 +41,6 @@ class PolicyTerm(Protocol):
 
 
 OWN_LOSS = Interface("algorithm.loss", "loss", PolicyTerm, "trainer ranks")
-
-
-def clip_bounds(algo: AlgorithmConfig) -> tuple[float, float]:
-    """Smallest and largest ratio: 1 − clip_low and 1 + clip_high, with the loss's own defaults."""
-    low, high = CLIP_BOUNDS[algo.loss]
-    low = low if algo.clip_low is None else algo.clip_low
-    high = high if algo.clip_high is None else algo.clip_high
-    return 1 - low, 1 + high
 
 
 def ppo_clip(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
@@ -83,7 +75,7 @@ def gmpo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     GMPO: Zhao et al. 2025, arXiv:2507.20673: the geometric mean of the clipped token ratios; a clipped token keeps
     its place in the mean and loses its gradient.
     """
-    smallest, largest = clip_bounds(algo)
+    smallest, largest = algo.ratio_bounds
     log_smallest = math.log(smallest) if smallest > 0 else -math.inf
     log_ratio = bounded_log_ratio(x.logprobs, x.old_logprobs())
     used = torch.where(
@@ -104,7 +96,7 @@ def cispo(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
 
     CISPO: MiniMax-M1, arXiv:2506.13585 §3.1.
     """
-    smallest, largest = clip_bounds(algo)
+    smallest, largest = algo.ratio_bounds
     ratio = torch.exp(bounded_log_ratio(x.logprobs.detach(), x.old_logprobs()))
     return x.scaled_advantages * ratio.clamp(smallest, largest) * x.logprobs, _outside(ratio, smallest, largest)
 
@@ -120,7 +112,7 @@ def importance_weighted(x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     Masked importance sampling against the sampler itself: INTELLECT-3, arXiv:2512.16144 eq. 1, after IcePop (Ring-1T,
     arXiv:2510.18855). A token whose log μ is NaN gets r = 0, so it is masked.
     """
-    smallest, largest = clip_bounds(algo)
+    smallest, largest = algo.ratio_bounds
     log_ratio = bounded_log_ratio(x.logprobs, x.behaviour)
     # Masking the result alone is not enough: the gradient of a NaN exponential would be NaN times 0.
     unknown = torch.isnan(log_ratio)
@@ -158,7 +150,7 @@ def _one_with_gradient(values: torch.Tensor) -> torch.Tensor:
 
 def _clipped(ratio: torch.Tensor, x: LossInputs, algo: AlgorithmConfig) -> TermResult:
     """Minimum of the unclipped and the clipped objective (PPO), for token or sequence ratios."""
-    smallest, largest = clip_bounds(algo)
+    smallest, largest = algo.ratio_bounds
     gain = torch.minimum(ratio * x.scaled_advantages, ratio.clamp(smallest, largest) * x.scaled_advantages)
     sums = {
         "clipped_low": count((x.scaled_advantages < 0) & (ratio < smallest)),

@@ -64,6 +64,12 @@ class CorrectionConfig(Section):
         None, ge=1, description=f"Largest ratio that is kept, or the cap; null: {_spelt(CORRECTION_BOUNDS, 1)}."
     )
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Smallest and largest ratio, with the defaults of ``kind``, which is not ``off``."""
+        low, high = CORRECTION_BOUNDS[self.kind]
+        return low if self.low is None else self.low, high if self.high is None else self.high
+
 
 class OverlongConfig(Section):
     """algorithm.reward_shaping=overlong: a penalty on long episodes (DAPO, arXiv:2503.14476 eq. 13)."""
@@ -123,6 +129,14 @@ class AlgorithmConfig(Section):
     overlong: OverlongConfig = OverlongConfig()
     correction: CorrectionConfig = CorrectionConfig()
     kl: KLConfig = KLConfig()
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """Smallest and largest ratio: 1 − clip_low and 1 + clip_high, with the defaults of ``loss``, which clips."""
+        low, high = CLIP_BOUNDS[self.loss]
+        return 1 - (low if self.clip_low is None else self.clip_low), 1 + (
+            high if self.clip_high is None else self.clip_high
+        )
 
 
 def _loss(c: Config) -> str | None:
