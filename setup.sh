@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Make the two Python environments of this project, .venv/engine and .venv/episode (see requirements/*.txt for why two).
-# Usage: ./setup.sh [--dev | --gpu [--without-driver]] [--bundle DIR]
+# Usage: ./setup.sh [--dev | --gpu [--without-driver] | --hosted] [--bundle DIR]
+#   --hosted          one other environment instead, .venv/hosted, for runs at a hosted service: no torch, no vLLM
 #   --dev             add what the tests and checks need
 #   --gpu             an engine environment for NVIDIA GPUs, always made from nothing; it stays one in later calls
 #   --without-driver  on a machine without GPUs, such as where an image is made: what needs one is not checked
@@ -11,6 +12,8 @@ cd "$(dirname "$0")"
 
 NEED_DISK_GB=8
 NEED_MEMORY_GB=6
+HOSTED_NEED_DISK_GB=2
+HOSTED_NEED_MEMORY_GB=2
 GPU_NEED_DISK_GB=20
 GPU_NEED_MEMORY_GB=16
 GPU_NEED_DRIVER=580 # of CUDA 13
@@ -19,13 +22,14 @@ WAIT_S=3600 # for another host, or process, that installs into this folder
 
 say() { printf 'setup: %s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }
-usage() { die "$1; usage: ./setup.sh [--dev | --gpu [--without-driver]] [--bundle DIR]"; }
+usage() { die "$1; usage: ./setup.sh [--dev | --gpu [--without-driver] | --hosted] [--bundle DIR]"; }
 
-dev=no gpu=no driver=yes bundle=
+dev=no gpu=no hosted=no driver=yes bundle=
 while [ $# -gt 0 ]; do
   case $1 in
     --dev) dev=yes ;;
     --gpu) gpu=yes ;;
+    --hosted) hosted=yes ;;
     --without-driver) driver=no ;;
     --bundle)
       [ $# -gt 1 ] || usage "--bundle needs a folder"
@@ -37,7 +41,8 @@ while [ $# -gt 0 ]; do
   shift
 done
 [ "$driver" = yes ] || [ "$gpu" = yes ] || usage "--without-driver is for --gpu"
-[ ! -e .venv/engine/.gpu ] || gpu=yes
+[ "$hosted" = no ] || [ "$dev$gpu$bundle" = nono ] || usage "--hosted goes with no other option"
+[ "$hosted" = yes ] || [ ! -e .venv/engine/.gpu ] || gpu=yes
 [ "$gpu" = no ] || [ "$dev" = no ] ||
   die "the checks of --dev run with CPU builds, in a checkout of their own; .venv/engine/bin/python -m pytest -m gpu runs the tests for GPUs."
 if [ -n "$bundle" ]; then
@@ -78,6 +83,8 @@ check_machine() {
   [ "$(uname -s)" = Linux ] || die "this project runs on Linux; $(uname -s) has no vLLM CPU build."
   if [ "$gpu" = yes ]; then
     need_disk=$GPU_NEED_DISK_GB need_memory=$GPU_NEED_MEMORY_GB
+  elif [ "$hosted" = yes ]; then
+    need_disk=$HOSTED_NEED_DISK_GB need_memory=$HOSTED_NEED_MEMORY_GB
   fi
   free_kb=$(df -Pk . | awk 'NR == 2 {print $4}')
   total_kb=$(awk '/^MemTotal:/ {print $2}' /proc/meminfo)
@@ -183,6 +190,12 @@ install_episode() {
   pip_in episode -r requirements/episode.txt -c requirements/episode.lock
 }
 
+install_hosted() {
+  # Compiled files of all packages would be 200 MB; Python makes those that it needs.
+  pip_in hosted --no-compile -r requirements/hosted.txt -c requirements/hosted.lock
+  pip_in hosted --no-compile --no-deps -r requirements/hosted-nodeps.txt
+}
+
 # environment NAME MODULE…: bring one environment up to date; the modules must import in the end.
 environment() {
   local name=$1 dir=.venv/$1 install=install_$1 stamp
@@ -216,7 +229,7 @@ environment() {
   fi
 }
 
-command -v lscpu >/dev/null || die "lscpu is missing (vLLM asks it for the CPU's layout); install util-linux."
+[ "$hosted" = yes ] || command -v lscpu >/dev/null || die "lscpu is missing (vLLM asks it for the CPU's layout); install util-linux."
 python=$(find_python) ||
   die "no Python $versions_said (with its venv module) was found; install python${versions[0]} and python${versions[0]}-venv, or use pyenv."
 mkdir -p .venv
@@ -225,5 +238,9 @@ flock -n 9 || {
   say "waiting for another setup of this folder"
   flock -w "$WAIT_S" 9 || die "another setup of this folder has not ended within $WAIT_S s; check what it is waiting for, and run this again."
 }
+if [ "$hosted" = yes ]; then
+  environment hosted tinker openenv ray tokenizers hydra pydantic
+  exit
+fi
 environment engine torch megatron.core ray transformers hydra pydantic
 environment episode openenv ray tokenizers fastapi

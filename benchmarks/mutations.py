@@ -1,7 +1,7 @@
 """Measure how many defects the fast tests find: change single expressions of the package at random and run the tests.
 
     git clone . ../clone && (cd ../clone && ./setup.sh --dev)
-    python benchmarks/mutations.py ../clone [--count 60] [--seed 0] [--out mutations.json]
+    python benchmarks/mutations.py ../clone [--count 60] [--seed 0] [--under loop trainer] [--out mutations.json]
 
 The fast tests run once to record which test files execute which line (kept in ``.venv/mutations``). Then the clone is
 changed, one line at a time, and restored. For each mutation the test files that execute the line run, those of the
@@ -265,6 +265,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path, help="a clean clone with both environments; it is changed and restored")
     parser.add_argument("--count", type=int, default=60, help="mutations (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the draw (default: %(default)s)")
+    parser.add_argument("--under", nargs="+", default=[], help="draw from these packages alone, such as loop")
     parser.add_argument("--limit-s", type=float, default=1800, help="seconds for one mutation (default: %(default)s)")
     parser.add_argument("--out", type=Path, help="JSON file to write, and to go on from")
     args = parser.parse_args()
@@ -273,7 +274,9 @@ def main() -> int:
     if subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, check=True).stdout:
         parser.error(f"{checkout} has changes; give a clean clone")
     commit = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-    possible = mutations(checkout)
+    possible = [
+        mutation for mutation in mutations(checkout) if not args.under or Path(mutation.file).parts[1] in args.under
+    ]
     drawn = random.Random(args.seed).sample(possible, min(args.count, len(possible)))
     result = {"machine": describe(), "commit": commit, "seed": args.seed, "possible": len(possible), "verdicts": []}
     if args.out and args.out.exists():

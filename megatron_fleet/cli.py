@@ -227,7 +227,7 @@ def _train(args: argparse.Namespace) -> int:
 
     config = _load(args)
     args.out = Path(config.run.out)
-    config = fetched(config, weights=not args.dry_run)
+    config = fetched(config, weights=config.reads_weights and not args.dry_run)
     assumed = _assumed(args, config)
     if (held := reused.held_run(config)) is not None:
         say_lines(reused.describe(held, config))

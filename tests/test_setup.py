@@ -106,7 +106,7 @@ def test_too_little_room_is_told_before_anything_is_made(project, disk_kb, memor
 def test_unknown_arguments_are_refused(project):
     done = setup(project, "--fast")
     assert done.returncode == 1
-    assert "usage: ./setup.sh [--dev | --gpu [--without-driver]] [--bundle DIR]" in done.stderr
+    assert "usage: ./setup.sh [--dev | --gpu [--without-driver] | --hosted] [--bundle DIR]" in done.stderr
 
 
 @pytest.fixture

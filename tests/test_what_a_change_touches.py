@@ -47,11 +47,18 @@ CHANGES = {
                 "def dummy(x, algorithm):\n    return 3 * x.scaled_advantages, {}\n\n\n"
                 'POLICY_TERMS: dict[str, PolicyTerm] = {"dummy": dummy,',
             ),
+            "algorithms/explicit_losses.py": (
+                "TERMS: dict[str, Callable[[TrainedTokens, AlgorithmConfig], Term]] = {",
+                "def _dummy(x, algo):\n    return Term(3 * x.scaled_advantages, 0 * x.logprobs, {})\n\n\n"
+                'TERMS: dict[str, Callable[[TrainedTokens, AlgorithmConfig], Term]] = {"dummy": _dummy,',
+            ),
             "config/sections/algorithm.py": ('LOSS_NAMES = ("', 'LOSS_NAMES = ("dummy", "'),
         },
         check="""
+from megatron_fleet.algorithms.explicit_losses import explicit_loss
 from megatron_fleet.algorithms.losses import make_loss
-assert make_loss(load("algorithm.loss=dummy").algorithm)(inputs())[0] == -6
+algorithm = load("algorithm.loss=dummy").algorithm
+assert make_loss(algorithm)(inputs())[0] == explicit_loss(algorithm, tokens()).value == -6
 """,
     ),
     "a KL estimator": Change(
@@ -60,12 +67,18 @@ assert make_loss(load("algorithm.loss=dummy").algorithm)(inputs())[0] == -6
                 '    if estimator == "k3":',
                 '    if estimator == "dummy":\n        return d * 7\n    if estimator == "k3":',
             ),
+            "algorithms/explicit_losses.py": (
+                '    if estimator == "k3":',
+                '    if estimator == "dummy":\n        return d * 7, 7 + 0 * d\n    if estimator == "k3":',
+            ),
             "config/sections/algorithm.py": ('estimator: Literal["', 'estimator: Literal["dummy", "'),
         },
         check="""
+from megatron_fleet.algorithms.explicit_losses import _kl
 from megatron_fleet.algorithms.kl import kl_estimate
 found = load("algorithm.kl.estimator=dummy").algorithm.kl.estimator
 assert kl_estimate(torch.ones(2), torch.zeros(2), found).tolist() == [7, 7]
+assert _kl(np.ones(2), found)[0].tolist() == [7, 7]
 """,
     ),
     "a model family": Change(
@@ -209,7 +222,10 @@ assert POLICY_TERMS["reads"](inputs(), None)[0].tolist() == [2, 3]
                 "TRAINERS: dict[str, str] = {",
                 'TRAINERS: dict[str, str] = {"dummy": "megatron_fleet.trainer.dummy:Dummy", ',
             ),
-            "config/sections/trainer.py": ("NameOrPath((WITH_RANKS,))", 'NameOrPath((WITH_RANKS, "dummy"))'),
+            "config/sections/trainer.py": (
+                "NameOrPath((WITH_RANKS, HOSTED))",
+                'NameOrPath((WITH_RANKS, HOSTED, "dummy"))',
+            ),
         },
         files={
             "trainer/dummy.py": "class Dummy:\n    pass\n",
@@ -229,7 +245,7 @@ assert trainer_factory(config.policy.trainer).__name__ == "Dummy" and config.ran
                 "SAMPLERS: dict[str, str] = {",
                 'SAMPLERS: dict[str, str] = {"dummy": "megatron_fleet.rollout.dummy:Dummy", ',
             ),
-            "config/sections/rollout.py": ("NameOrPath((VLLM,))", 'NameOrPath((VLLM, "dummy"))'),
+            "config/sections/rollout.py": ("NameOrPath((VLLM, HOSTED))", 'NameOrPath((VLLM, HOSTED, "dummy"))'),
         },
         files={
             "rollout/dummy.py": (
@@ -254,6 +270,7 @@ from pathlib import Path
 import numpy as np, torch
 from megatron_fleet.agents.trajectory import Group, Outcome, Span, Trajectory
 from megatron_fleet.algorithms.batch import build_data
+from megatron_fleet.algorithms.explicit_losses import TrainedTokens
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import load as compose
 from megatron_fleet.config.schema import AlgorithmConfig
@@ -272,12 +289,18 @@ def played(sample, reward):
     ids, end = np.arange(4, dtype=np.int32), Outcome.COMPLETED
     return Trajectory("t", "e", 0, sample, ids, mask, logprobs, spans, reward, "", end)
 
-def inputs():
-    """Loss inputs of a sequence of four tokens, of which two are trained, as training makes them."""
+def datum():
+    """A sequence of four tokens, of which two are trained, as training makes it."""
     group = Group(0, "t", "e", [played(0, 1.0), played(1, 0.0)])
-    datum = build_data([group], AlgorithmConfig(advantage="grpo_no_std", reduction="constant")).data[0]
-    datum.scaled_advantages[2:] = 1
-    return loss_inputs(pack_micro_batch([datum], 8), (torch.zeros(2, requires_grad=True), torch.zeros(2)))
+    made = build_data([group], AlgorithmConfig(advantage="grpo_no_std", reduction="constant")).data[0]
+    made.scaled_advantages[2:] = 1
+    return made
+
+def inputs():
+    return loss_inputs(pack_micro_batch([datum()], 8), (torch.zeros(2, requires_grad=True), torch.zeros(2)))
+
+def tokens():
+    return TrainedTokens.of([datum()], [np.zeros(4)])
 
 failures = {}
 for name, check in json.loads(sys.stdin.read()).items():

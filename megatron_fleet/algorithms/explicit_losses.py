@@ -7,7 +7,7 @@ Formulas and notation are those of `policy_terms`, `corrections` and `kl`. The e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,8 +30,7 @@ class TrainedTokens:
     behaviour: np.ndarray
     sequence: np.ndarray
     """int64 ``[A]``: index of the Datum."""
-    proximal: np.ndarray | None
-    reference: np.ndarray | None
+    arrays: Mapping[str, np.ndarray]
 
     @classmethod
     def of(cls, data: Sequence[Datum], logprobs: Sequence[np.ndarray]) -> TrainedTokens:
@@ -41,9 +40,6 @@ class TrainedTokens:
             kept = [np.asarray(v, np.float64)[d.loss_mask] for v, d in zip(values, data, strict=True)]
             return np.concatenate([np.zeros(0), *kept])
 
-        def array(name: str) -> np.ndarray | None:
-            return trained([d.arrays[name] for d in data]) if data and name in data[0].arrays else None
-
         counts = [int(np.count_nonzero(d.loss_mask)) for d in data]
         return cls(
             logprobs=trained(logprobs),
@@ -51,13 +47,12 @@ class TrainedTokens:
             scaled_advantages=trained([d.scaled_advantages for d in data]),
             behaviour=trained([d.behaviour_logprobs for d in data]),
             sequence=np.repeat(np.arange(len(data)), counts),
-            proximal=array("proximal"),
-            reference=array("reference"),
+            arrays={name: trained([d.arrays[name] for d in data]) for name in (data[0].arrays if data else ())},
         )
 
     @property
     def old_logprobs(self) -> np.ndarray:
-        return self.logprobs if self.proximal is None else self.proximal
+        return self.arrays.get("proximal", self.logprobs)
 
     def sequence_sums(self, values: np.ndarray) -> np.ndarray:
         """Sums of ``values`` over each sequence, at each of its tokens ``[A]``."""
@@ -113,8 +108,8 @@ def explicit_loss(algo: AlgorithmConfig, x: TrainedTokens) -> Loss:
     sums |= {"policy_loss": value, **_common_sums(x)}
     gradient = -slope
     if algo.kl.coef > 0:
-        assert x.reference is not None, "a KL term needs reference log-probs in every Datum"
-        kl, kl_slope = _kl(x.logprobs - x.reference, algo.kl.estimator)
+        assert "reference" in x.arrays, "a KL term needs reference log-probs in every Datum"
+        kl, kl_slope = _kl(x.logprobs - x.arrays["reference"], algo.kl.estimator)
         kl_loss = algo.kl.coef * float((x.loss_scale * kl).sum())
         value += kl_loss
         gradient = gradient + algo.kl.coef * x.loss_scale * kl_slope
@@ -269,7 +264,7 @@ def _kl(d: np.ndarray, estimator: str) -> tuple[np.ndarray, np.ndarray]:
         near = bounded(d)
         kl = np.expm1(-near) + near
         return np.minimum(kl, MAX_K3), np.where((kl <= MAX_K3) & is_inside(d), -np.expm1(-near), 0.0)
-    return (d if estimator == "k1" else d**2 / 2), d
+    return {"k1": d, "k2": d**2 / 2}[estimator], d
 
 
 def _common_sums(x: TrainedTokens) -> Sums:

@@ -150,7 +150,10 @@ def local_inventory(environ: Mapping[str, str], alone: bool = True) -> Inventory
 
 def cuda_is_installed() -> bool:
     """Return whether the torch of this Python environment can use CUDA, judging by its version alone."""
-    return not metadata.version("torch").endswith("+cpu")
+    try:
+        return not metadata.version("torch").endswith("+cpu")
+    except metadata.PackageNotFoundError:
+        return False  # the environment of runs at a hosted service
 
 
 def nvidia_devices(environ: Mapping[str, str]) -> tuple[Device, ...]:

@@ -18,6 +18,7 @@ from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.secrets import STORE, without_secrets
+from megatron_fleet.config.sections.hosted import HOSTED
 
 POLL_S = 0.05
 LAST_LINES = 2000
@@ -203,12 +204,14 @@ def die_with_parent() -> Callable[[], None]:
 
 def episode_python() -> Path:
     """Return the interpreter of the episode environment: ``MFLEET_EPISODE_PYTHON``, else the one that setup installs
-    next to the engine environment.
+    next to the engine environment; the hosted environment is both.
 
     Raises:
         UserError: it is missing.
     """
     given = os.environ.get("MFLEET_EPISODE_PYTHON")
+    if not given and Path(sys.prefix).name == HOSTED:
+        return Path(sys.executable)
     python = Path(given) if given else Path(sys.prefix).parent / "episode" / "bin" / "python"
     if not (python.is_file() and os.access(python, os.X_OK)):
         if given:

@@ -18,6 +18,7 @@ from megatron_fleet.config.sections.base import Section
 from megatron_fleet.config.sections.data import DataConfig
 from megatron_fleet.config.sections.env import EnvConfig
 from megatron_fleet.config.sections.evaluation import EvalConfig
+from megatron_fleet.config.sections.hosted import HOSTED, HostedConfig
 from megatron_fleet.config.sections.launch import KubernetesConfig, LaunchConfig, SkyPilotConfig, SlurmConfig
 from megatron_fleet.config.sections.logging import LoggingConfig
 from megatron_fleet.config.sections.rollout import EngineConfig, RolloutConfig, SamplingConfig
@@ -38,6 +39,7 @@ from megatron_fleet.config.sections.trainer import (
 __all__ = [
     "CLIP_BOUNDS",
     "CORRECTION_BOUNDS",
+    "HOSTED",
     "AgentConfig",
     "AlgorithmConfig",
     "CheckpointConfig",
@@ -48,6 +50,7 @@ __all__ = [
     "EngineConfig",
     "EnvConfig",
     "EvalConfig",
+    "HostedConfig",
     "KLConfig",
     "KubernetesConfig",
     "LaunchConfig",
@@ -78,6 +81,7 @@ class Config(Section):
     launch: LaunchConfig = LaunchConfig()
     parallel: ParallelConfig = ParallelConfig()
     policy: PolicyConfig
+    hosted: HostedConfig = HostedConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     rollout: RolloutConfig
     env: EnvConfig = EnvConfig()
@@ -86,6 +90,11 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether the model's weights are read on the hosts of the run; a hosted trainer has its own."""
+        return self.policy.trainer != HOSTED
 
     @property
     def ranks(self) -> int:

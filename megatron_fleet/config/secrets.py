@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 STORE = ("AWS_", "GOOGLE_APPLICATION_CREDENTIALS")
 """Name prefixes of an object store's variables."""
+SERVICE = ("TINKER_",)
+"""Name prefixes of a hosted trainer's variables."""
 RAY = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Needed by Ray's processes to authenticate to each other, and to an existing cluster."""
 WANDB_KEY = "WANDB_API_KEY"

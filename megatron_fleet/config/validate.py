@@ -13,7 +13,18 @@ from typing import Any
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.config.sections import agent, algorithm, data, env, evaluation, logging, rollout, run, trainer
+from megatron_fleet.config.sections import (
+    agent,
+    algorithm,
+    data,
+    env,
+    evaluation,
+    hosted,
+    logging,
+    rollout,
+    run,
+    trainer,
+)
 from megatron_fleet.config.sections.base import Rule
 
 MAX_NUMBER = 10**15
@@ -74,6 +85,7 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 RULES: tuple[Rule, ...] = (
     *(_numbers, _texts, _processes),
+    *hosted.RULES,
     *rollout.RULES,
     *env.RULES,
     *trainer.RULES,

@@ -97,7 +97,7 @@ async def replay(dump: Dump, config: Config, same_layout: bool, open_trainer: Op
         step = await ranks.optim_step(AdamParams.of(config.policy.optimizer, record.lr), hold_above=-1.0)
         seen = await ranks.examine()
         device = ranks.info.device
-    assert report.sequence_losses is not None, "they were asked for"
+    assert report.sequence_losses is not None and step.grad_norm is not None, "they were asked for, and ranks know it"
     same_order = same_layout and device == record.device == "cpu"
     # A trainer without micro-batches recorded none: compare the whole update.
     recorded = record.micro_batches or [MicroBatchLoss(list(range(len(data))), record.loss)]

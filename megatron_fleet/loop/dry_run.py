@@ -10,6 +10,7 @@ from megatron_fleet.cluster.inventory import Host, Inventory, local_inventory
 from megatron_fleet.cluster.placement import Placement, PlacementRequest, place
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.sections.rollout import VLLM
 from megatron_fleet.planning.memory.check import describe_memory
 from megatron_fleet.planning.memory.phases import run_memory
 
@@ -66,11 +67,15 @@ def processes(config: Config) -> list[str]:
     """Return one line per kind of process, with the number of processes."""
     p, r = config.parallel, config.rollout
     server = "the embedded fleet, on 127.0.0.1" if config.env.about.embedded else config.env.url
-    return [
+    ranks = (
         f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
-        f"CPU threads of each: {config.policy.threads or 'default'}",
+        f"CPU threads of each: {config.policy.threads or 'default'}"
+    )
+    vllm = f"vLLM, tensor parallel {r.engine.tensor_parallel} each"
+    return [
+        ranks if config.ranks else f"ranks: none, policy.trainer={config.policy.trainer}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
-        f"engines: {r.engine.replicas} (vLLM, tensor parallel {r.engine.tensor_parallel} each)",
+        f"engines: {r.engine.replicas} ({vllm if r.sampler == VLLM else f'rollout.sampler={r.sampler}'})",
         f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",
         f"environment server: {server or f'none, env.kind={config.env.kind}'}",
     ]

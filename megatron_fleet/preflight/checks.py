@@ -8,6 +8,7 @@ Each check exists once and is called from here:
 * the model's folder, and a checkpoint of another model in ``run.out``: `weights.model_check`;
 * memory against devices and host: `planning.memory`;
 * tasks against filters, split, mixture and verifiers: `data.dataset.run_dataset`;
+* the service of a hosted trainer: `hosted.service`;
 * user-supplied parts: `preflight.own_parts`; the chat format: `models.chat`; verifiers' sandbox: `embedded_fleet`;
 * the rest, which compares a key with a file, the model or a server: here.
 """
@@ -68,12 +69,15 @@ def check_training(config: Config, assumed: Inventory | None = None) -> None:
     _out(config)
     _own_parts(config)
     hf_config = _model(config, resumes=True)
-    _layout(config, hf_config)
-    _engine(config, hf_config)
-    if device_bytes is not None:
-        check_memory(config, hf_config, device_bytes, None if assumed else host_bytes())
-    _routing(config, hf_config)
-    _mixer(hf_config)
+    if config.reads_weights:
+        _layout(config, hf_config)
+        _engine(config, hf_config)
+        if device_bytes is not None:
+            check_memory(config, hf_config, device_bytes, None if assumed else host_bytes())
+        _routing(config, hf_config)
+        _mixer(hf_config)
+    else:
+        _hosted(config)
     _renderer(config)
     _environment(config)
     check_wandb(config.logging.wandb, config.data)
@@ -210,7 +214,7 @@ def _model(config: Config, resumes: bool = False) -> dict[str, Any]:
             remedy = "merge this LoRA adapter into its base first" if adapter else "name a complete one"
             raise UserError(f"model.path={folder}: {missing} is missing; {remedy}: a Hugging Face model folder.")
     hf_config = read_object(folder / "config.json", "fetch the model again")
-    model = check_model(config.model, config.rollout.engine.speculative)
+    model = check_model(config.model, config.rollout.engine.speculative) if config.reads_weights else None
     if resumes and model is not None:
         check_resumed(config.run, config.policy.lora, model)
     text_config = hf_config.get("text_config") or hf_config
@@ -225,6 +229,21 @@ def _model(config: Config, resumes: bool = False) -> dict[str, Any]:
             f"lower rollout.max_context, or lengthen the model's context with `mfleet model extend`."
         )
     return hf_config
+
+
+def _hosted(config: Config) -> None:
+    """Refuse what the service does not offer, and a key that it does not take."""
+    try:
+        from megatron_fleet.hosted.service import ServedModel, address, check_service
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "tinker":
+            raise
+        raise UserError(
+            "policy.trainer=hosted needs the package tinker, which this environment lacks; run ./setup.sh --hosted and "
+            "use .venv/hosted/bin/mfleet."
+        ) from None
+    model = ServedModel(config.hosted.model(config.model.path), config.rollout.max_context)
+    check_service(model, address(config.hosted), ANSWER_S)
 
 
 def _renderer(config: Config) -> None:

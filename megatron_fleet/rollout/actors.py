@@ -14,8 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from megatron_fleet.agents.trajectory import Trajectory
 from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
 from megatron_fleet.cluster.launcher import write_output_to
-from megatron_fleet.config.schema import Config
-from megatron_fleet.config.secrets import STORE, of_environments, secrets, take_secrets
+from megatron_fleet.config.schema import HOSTED, Config
+from megatron_fleet.config.secrets import SERVICE, STORE, of_environments, secrets, take_secrets
 from megatron_fleet.envs.registry import environment_token
 from megatron_fleet.platform.processes import imports_uncollected, take_normal_priority, write_stacks_on_signal
 from megatron_fleet.rollout import engine_arguments
@@ -127,8 +127,9 @@ def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     """Create the actor of an engine. Raises ComponentLost as `engine_options` does."""
     sampler = sampler_class(config.rollout.sampler)
     actor = ray.remote(sampler).options(**engine_options(settings, index))
-    of_store = secrets(os.environ, STORE) if settings.transport == "disk" else {}
-    return actor.remote(config, settings.token, settings.logs / f"engine-{index}.log", settings.transport, of_store)
+    families = STORE if settings.transport == "disk" else SERVICE if config.rollout.sampler == HOSTED else ()
+    log = settings.logs / f"engine-{index}.log"
+    return actor.remote(config, settings.token, log, settings.transport, secrets(os.environ, families))
 
 
 def make_worker(

@@ -162,7 +162,10 @@ OWN_SAMPLER = Interface(
     "rollout.sampler", "sampler", SamplerFactory, "engines", ("start", "score", "load", "finish_update")
 )
 
-SAMPLERS: dict[str, str] = {"vllm": "megatron_fleet.rollout.engine_actor:EngineActor"}
+SAMPLERS: dict[str, str] = {
+    "vllm": "megatron_fleet.rollout.engine_actor:EngineActor",
+    "hosted": "megatron_fleet.hosted.sampler:HostedSampler",
+}
 """Class of each sampler by name, as ``module:Class``; imported only when it is used."""
 
 

@@ -37,7 +37,10 @@ class TrainerFactory(Protocol):
 
 OWN_TRAINER = Interface("policy.trainer", "trainer", TrainerFactory, "controller")
 
-TRAINERS: dict[str, str] = {"megatron": "megatron_fleet.trainer.group:megatron"}
+TRAINERS: dict[str, str] = {
+    "megatron": "megatron_fleet.trainer.group:megatron",
+    "hosted": "megatron_fleet.hosted.trainer:open_hosted",
+}
 """Factory of each trainer by name, as ``module:function``; imported only when it is used."""
 
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section, is_in_store
+from megatron_fleet.config.sections.hosted import HOSTED
 from megatron_fleet.config.sections.trainer import WITH_RANKS
 
 if TYPE_CHECKING:
@@ -153,8 +154,10 @@ class EngineConfig(Section):
 
 
 class RolloutConfig(Section):
-    sampler: Annotated[str, NameOrPath((VLLM,))] = Field(
-        VLLM, description="Program that generates the policy's tokens. vllm: vLLM engines that the run starts."
+    sampler: Annotated[str, NameOrPath((VLLM, HOSTED))] = Field(
+        VLLM,
+        description="Program that generates the policy's tokens. vllm: vLLM engines that the run starts. hosted: the "
+        "service of policy.trainer=hosted.",
     )
     prompts_per_step: int = Field(ge=1, le=MAX_EPISODES, description="Groups (tasks) per step.")
     samples_per_prompt: int = Field(ge=2, le=10_000, description="Trajectories per group.")

@@ -10,6 +10,7 @@ from pydantic import Field
 from megatron_fleet.config.names import NameOrPath
 from megatron_fleet.config.remote_model import remote_model
 from megatron_fleet.config.sections.base import MAX_TOKENS, Rule, Section
+from megatron_fleet.config.sections.hosted import HOSTED
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -198,10 +199,10 @@ class GradientMetricsConfig(Section):
 
 
 class PolicyConfig(Section):
-    trainer: Annotated[str, NameOrPath((WITH_RANKS,))] = Field(
+    trainer: Annotated[str, NameOrPath((WITH_RANKS, HOSTED))] = Field(
         WITH_RANKS,
         description="Trainer of the policy. megatron: Megatron-Core, in ranks that the run starts and that `parallel` "
-        "lays out.",
+        "lays out. hosted: a service that trains adapters, see `hosted`.",
     )
     micro_batch_tokens: int = Field(
         ge=64, le=MAX_TOKENS, description="Maximum number of tokens in a micro-batch; sequences are packed into it."

@@ -1,0 +1,131 @@
+"""Connection to the service, and what its errors mean for a run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import tinker
+from tinker.lib.retryable_exception import RetryableException
+from tinker.types import RequestErrorCategory, SupportedModel
+
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.sections.hosted import HostedConfig
+
+KEY, URL, USERS_URL = "TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_API_URL"
+"""Variables: of the key, and of the service's address; the third is what earlier programs of our users read."""
+
+
+class ServiceLost(Exception):
+    """The service failed in a way that is not the run's fault; what was asked for may have been done or not."""
+
+
+def address(hosted: HostedConfig, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Address of the service; ``None``: the package's own."""
+    return hosted.url or environ.get(URL) or environ.get(USERS_URL) or None
+
+
+@contextlib.contextmanager
+def service_errors(what: str) -> Iterator[None]:
+    """Within, errors of the package say what to do. The package has retried already whatever may pass: connections,
+    statuses 408, 409, 429 and from 500 for five minutes, unpaid bills for an hour.
+
+    Args:
+        what: is asked for, in words.
+
+    Raises:
+        UserError: the service refuses the request, and would again.
+        ServiceLost: anything else.
+    """
+    try:
+        yield
+    except tinker.AuthenticationError as error:
+        raise UserError(f"{what}: the service refuses the key ({error.message}); set {KEY} to a valid one.") from error
+    except tinker.PermissionDeniedError as error:
+        raise UserError(f"{what}: the key may not do this ({error.message}); use another {KEY}.") from error
+    except tinker.BillingError as error:
+        raise UserError(
+            f"{what}: the account cannot pay ({error.message}); settle it in the service's console, then run the same "
+            f"command again: it resumes from the newest checkpoint."
+        ) from error
+    except (tinker.BadRequestError, tinker.UnprocessableEntityError) as error:
+        raise UserError(f"{what}: the service refuses the request: {error.message}.") from error
+    except tinker.RequestFailedError as error:
+        if error.category is RequestErrorCategory.User:
+            raise UserError(f"{what}: the service refuses the request: {error}.") from error
+        raise ServiceLost(f"{what}: {error}") from error
+    except tinker.TinkerError as error:
+        if type(error) is tinker.TinkerError:  # of the package itself, about the key
+            raise UserError(
+                f"{KEY}: there is no key that the service could take ({error}); set the variable to one, which begins "
+                f"with tml-."
+            ) from None
+        raise ServiceLost(f"{what}: {type(error).__name__}: {error}") from error
+    except (
+        *(RetryableException, OSError),
+        *(ValueError, KeyError, AssertionError, RuntimeError),
+    ) as error:
+        # The package raises ValueError for answers that it cannot read and for requests that the service forgot, and
+        # others of these where an answer lacks something.
+        raise ServiceLost(f"{what}: {type(error).__name__}: {error}") from error
+
+
+def check_service(model: ServedModel, url: str | None, answer_s: float) -> None:
+    """Refuse a model or a length that the service does not train, and a key that it does not take.
+
+    Args:
+        url: see `address`.
+        answer_s: seconds in which it must answer; the package itself would try for five minutes.
+
+    Raises:
+        UserError: it refuses, or does not answer.
+    """
+    models: list[SupportedModel] = []
+    failed: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            with service_errors("Asking the service for its models"):
+                models.extend(tinker.RestClient(base_url=url).get_server_capabilities().result().supported_models)
+        except Exception as error:
+            failed.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)  # one that gets no answer must not keep the process from ending
+    asking.start()
+    asking.join(answer_s)
+    if failed and isinstance(failed[0], UserError):
+        raise failed[0]
+    if failed or asking.is_alive():
+        why = failed[0] if failed else f"no answer in {answer_s:g} s"
+        named = "the service of Thinking Machines" if url is None else f"the service at {url}"
+        raise UserError(f"hosted.url: {named} cannot be reached ({why}); check the address and the network.") from None
+    model.check(models)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What a run needs of the service.
+
+    Attributes:
+        name: of the model at the service.
+        max_context: most tokens of a sequence.
+    """
+
+    name: str | None
+    max_context: int
+
+    def check(self, models: Sequence[SupportedModel]) -> None:
+        """Raises UserError: the service trains ``models``, and not this one, or not on sequences of this length."""
+        trained = {model.model_name: model for model in models if model.trainable is not False}
+        if self.name not in trained:
+            known = ", ".join(sorted(filter(None, trained))) or "none"
+            raise UserError(f"hosted.base_model={self.name}: the service does not train this model; it trains {known}.")
+        longest = trained[self.name].max_context_length
+        if longest is not None and longest < self.max_context:
+            raise UserError(
+                f"rollout.max_context={self.max_context}: the service trains {self.name} on at most {longest} tokens; "
+                f"lower it to that."
+            )

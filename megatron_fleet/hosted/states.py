@@ -1,0 +1,50 @@
+"""States of a run that are saved at the service: all are known, and those that no checkpoint needs are deleted."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from megatron_fleet.config.files import read_object
+from megatron_fleet.config.sections.run import StoreConfig
+from megatron_fleet.storage.local import write_atomically
+
+STATE = "hosted.json"
+"""File of a checkpoint with the address of the state at the service."""
+SAVED = "hosted_states.txt"
+"""File of ``run.out`` with the addresses of all states at the service, one a line, oldest first."""
+
+
+class States:
+    """Saved states, which are recorded before a checkpoint refers to them, so that an interrupted save loses none."""
+
+    def __init__(self, out: Path, store: StoreConfig, delete: Callable[[str], Awaitable[None]]) -> None:
+        """Args: ``out``: the run's folder. ``delete``: deletes a state at the service."""
+        self._file, self._checkpoints, self._store, self._delete = out / SAVED, out / "checkpoints", store, delete
+
+    def saved(self) -> list[str]:
+        """Addresses, oldest first."""
+        return self._file.read_text(encoding="utf-8").split() if self._file.exists() else []
+
+    def add(self, address: str) -> None:
+        """Record a state."""
+        saved = self.saved()
+        if address not in saved:
+            self._write([*saved, address])
+
+    async def clear(self) -> None:
+        """Delete the states that no checkpoint here refers to. Those of checkpoints in a store stay: of the newest
+        ``checkpoint.store.keep``, all without a limit.
+        """
+        saved = self.saved()
+        needed = {read_object(file, "remove it")["path"] for file in self._checkpoints.glob(f"*/{STATE}")}
+        if self._store.url is not None:
+            needed.update(saved[-self._store.keep :] if self._store.keep else saved)
+        for address in [*saved[:-1]]:
+            if address not in needed:
+                await self._delete(address)
+                saved.remove(address)
+                self._write(saved)
+
+    def _write(self, addresses: list[str]) -> None:
+        write_atomically(self._file, "".join(f"{address}\n" for address in addresses).encode())

@@ -1,0 +1,166 @@
+"""Whole runs at a hosted service: they learn, and are the same whatever dies on either side."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinker_service import BASE_MODEL, KEY, running
+from whole_runs import Run, wait_for
+
+from megatron_fleet.hosted.states import SAVED, STATE
+
+pytest.importorskip("tinker")
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+ROOT = Path(__file__).parents[2]
+STEPS = 8
+KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "4"))
+REWARD = """
+def vowels(text, task):
+    return sum(text.count(vowel) for vowel in "aeiou") / max(1, len(text))
+"""
+
+
+@pytest.fixture
+def service(tmp_path, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with running(tmp_path / "service", "--cycle-s", "0.2") as client:
+        yield client
+
+
+@pytest.fixture
+def make_run(tmp_path, monkeypatch, service):
+    (tmp_path / "vowels_reward.py").write_text(REWARD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    rows = [{"task_key": f"write-{i}", "env_key": "letters", "prompt": f"Write {i} vowels."} for i in range(8)]
+    (tmp_path / "tasks.json").write_text(json.dumps(rows))
+
+    def made(name: str, *overrides: str) -> Run:
+        return Run(
+            tmp_path / name,
+            (
+                *("trainer=hosted", f"hosted.url={service.url}", f"hosted.base_model={BASE_MODEL}"),
+                *(
+                    "env=python",
+                    "env.reward=vowels_reward:vowels",
+                    "data=file",
+                    f"data.tasks={tmp_path / 'tasks.json'}",
+                ),
+                *("policy.optimizer.lr=0.6", "policy.optimizer.schedule=constant", "policy.optimizer.min_lr=0"),
+                *("rollout.thinking=false", "rollout.sampling.max_tokens_per_turn=32", "rollout.samples_per_prompt=16"),
+                *("rollout.engine.probe_interval=1", "algorithm.masked_outcomes=[]", "eval=none", f"run.steps={STEPS}"),
+                *overrides,
+            ),
+        )
+
+    return made
+
+
+def rewards(run: Run) -> list[float]:
+    return [row["reward/avg_raw_reward"] for row in run.metrics()]
+
+
+def assert_all_states_are_known(run: Run, service) -> None:
+    """The service holds the states of the checkpoints that are kept, and no other."""
+    kept = [json.loads(file.read_text())["path"] for file in (run.out / "checkpoints").glob(f"*/{STATE}")]
+    assert sorted(kept) == service.ask("requests")["saved"]
+    assert sorted((run.out / SAVED).read_text().split()) == sorted(kept)
+
+
+def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
+    whole = make_run("whole")
+    whole.finish()
+    whole.assert_nothing_left()
+    found = rewards(whole)
+    assert np.mean(found[-2:]) > np.mean(found[:2]) + 0.1, found
+    rows = whole.metrics()
+    assert all(row["policy/probe_difference"] < 1e-6 and row["policy/mismatch_kl"] < 1e-9 for row in rows)
+    assert_all_states_are_known(whole, service)
+    assert len(service.paths("optim_step")) == STEPS
+    # The last weights of a batch are saved with its step; nothing is asked for twice.
+    assert len(service.paths("save_weights_for_sampler")) == STEPS + 1
+
+    halves = make_run("halves", f"run.steps={STEPS - 3}")
+    halves.finish()
+    service.restart()
+    resumed = make_run("halves")
+    resumed.finish()
+    assert resumed.facts() == whole.facts()
+
+
+@pytest.mark.nightly(minutes=8)
+def test_a_run_is_the_same_whatever_dies(make_run, service):
+    """The controller, the sampler's process or the service, at random moments."""
+    whole = make_run("whole")
+    began = time.monotonic()
+    whole.finish()
+    seconds = time.monotonic() - began
+    rng = random.Random(0)
+    left = KILLS
+    run = make_run("killed")
+    while not ((run.out / "metrics.jsonl").exists() and len(run.metrics()) == STEPS):
+        process = run.start()
+        wait_for(run.out / "logs" / "engine-0.log", process)
+        threads = []
+        if left:
+            left -= 1
+            victim, after = ("controller", "sampler", "service")[left % 3], rng.uniform(0.2, 0.8) * seconds
+            threads.append(threading.Timer(after, kill, (victim, process, run, service)))
+            threads[0].start()
+        process.communicate(timeout=1800)
+        for thread in threads:
+            thread.cancel()
+            thread.join()
+    assert run.facts() == whole.facts()
+    run.assert_nothing_left()
+
+
+def kill(victim: str, process, run: Run, service) -> None:
+    if victim == "service":
+        service.restart()
+    elif victim == "controller":
+        process.kill()
+    else:
+        for line in run.processes():
+            if "HostedSampler" in line:
+                os.kill(int(line.split()[0]), signal.SIGKILL)
+
+
+@pytest.mark.nightly(minutes=3)
+def test_the_environment_of_hosted_runs_needs_no_torch(tmp_path, make_run, service):
+    """Made by setup.sh from nothing, it checks a run and plays one."""
+    for name in ("megatron_fleet", "configs", "requirements", "assets"):
+        shutil.copytree(ROOT / name, tmp_path / "project" / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.sh", "pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / "project" / name)
+    subprocess.run(["./setup.sh", "--hosted"], cwd=tmp_path / "project", check=True)
+    binaries = tmp_path / "project" / ".venv" / "hosted" / "bin"
+    for package in ("torch", "vllm", "megatron.core", "transformers"):
+        assert subprocess.run([binaries / "python", "-c", f"import {package}"], capture_output=True).returncode == 1
+    model = tmp_path / "model"
+    model.mkdir()
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ROOT / "assets" / "tiny" / file, model)
+    run = make_run("run", f"model.path={model}", "run.steps=2")
+    run.command = lambda: [str(binaries / "mfleet")]
+    checked = subprocess.run(
+        [binaries / "mfleet", "train", "experiment=quickstart", "--dry-run", *run.overrides],
+        capture_output=True,
+        text=True,
+    )
+    assert "ranks: none, policy.trainer=hosted" in checked.stdout, checked.stderr
+    run.finish()
+    assert len(run.metrics()) == 2

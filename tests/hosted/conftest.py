@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tinker_service import BASE_MODEL, KEY, Client, running
+
+pytest.importorskip("tinker")
+
+from megatron_fleet.config.load import load
+from megatron_fleet.config.schema import Config
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch) -> None:
+    monkeypatch.setenv("TINKER_API_KEY", KEY)
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+
+
+@pytest.fixture
+def service(tmp_path, request) -> Iterator[Client]:
+    """A service of the test alone; its options may be given by indirect parametrisation."""
+    with running(tmp_path / "service", *getattr(request, "param", ())) as client:
+        yield client
+
+
+@pytest.fixture
+def make_config(tmp_path, service):
+    """Configuration of a hosted run; arguments are overrides."""
+
+    (tmp_path / "out").mkdir()
+
+    def made(*overrides: str) -> Config:
+        return load(
+            [
+                *("experiment=quickstart", "trainer=hosted", f"hosted.url={service.url}"),
+                *(f"hosted.base_model={BASE_MODEL}", f"run.out={tmp_path / 'out'}", *overrides),
+            ]
+        )
+
+    return made

@@ -1,0 +1,86 @@
+"""What is refused before a hosted run starts."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from tinker_service import BASE_MODEL
+
+from megatron_fleet.config import validate
+from megatron_fleet.config.errors import UserError
+from megatron_fleet.config.load import load
+from megatron_fleet.hosted.service import ServedModel, address, check_service
+from megatron_fleet.preflight import checks
+
+HOSTED = ("experiment=quickstart", "trainer=hosted", f"hosted.base_model={BASE_MODEL}")
+REFUSED = {
+    "policy.lora.rank=0": "trains adapters only; set policy.lora.rank",
+    "policy.lora.alpha=16": r"policy\.lora\.alpha=16 .* set it to 32\.",
+    "rollout.sampling.temperature=0.8": r"temperature=0\.8 .* the service trains at temperature 1; set it to 1\.",
+    "algorithm.entropy_coef=0.01": "the service returns no entropy; set it to 0",
+    "rollout.engine.routing_replay=true": "the service tells no experts; set it to false",
+    "policy.gradient_metrics.every=5": "the service shows no gradients; set it to 0",
+    "rollout.sampler=vllm": "set both to hosted .*, or none",
+    "policy.trainer=megatron": "set both to hosted .*, or none",
+    "hosted.base_model=null": r"the service knows models by name, not by folder; set hosted\.base_model",
+    "rollout.engine.colocated=true": "uses no devices of the run",
+}
+
+
+def test_the_preset_is_accepted():
+    validate.check(load([*HOSTED]))
+
+
+@pytest.mark.parametrize(("override", "said"), REFUSED.items())
+def test_what_the_service_does_not_do_is_refused(override, said):
+    with pytest.raises(UserError, match=said):
+        validate.check(load([*HOSTED, override]))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"), ("Qwen/Qwen3-8B@0123abc", "Qwen/Qwen3-8B"), ("s3://bucket/model", None)],
+)
+def test_the_service_has_the_hubs_name_of_a_model(path, name):
+    assert load(HOSTED[:2]).hosted.model(path) == name
+    assert load(HOSTED).hosted.model(path) == BASE_MODEL
+
+
+def test_the_address_is_the_keys_or_a_variables():
+    hosted = load(HOSTED).hosted
+    both = {"TINKER_BASE_URL": "http://one", "TINKER_API_URL": "http://two"}
+    assert address(hosted, both) == "http://one" and address(hosted, {"TINKER_API_URL": "http://two"}) == "http://two"
+    assert address(hosted, {}) is None
+    assert address(load([*HOSTED, "hosted.url=http://three"]).hosted, both) == "http://three"
+
+
+def test_a_model_and_a_length_are_checked_at_the_service(service):
+    check_service(ServedModel(BASE_MODEL, 4096), service.url, 60)
+    with pytest.raises(UserError, match="does not train this model; it trains test/tiny"):
+        check_service(ServedModel("other/model", 4096), service.url, 60)
+    with pytest.raises(UserError, match=r"rollout\.max_context=4097: .* at most 4096 tokens"):
+        check_service(ServedModel(BASE_MODEL, 4097), service.url, 60)
+
+
+KEYS = {"tml-wrong": r"refuses the key .* set TINKER_API_KEY", "sk-other": r"there is no key .* begins with tml-"}
+
+
+@pytest.mark.parametrize(("key", "said"), KEYS.items())
+def test_a_key_that_the_service_does_not_take_is_refused(service, monkeypatch, key, said):
+    monkeypatch.setenv("TINKER_API_KEY", key)
+    with pytest.raises(UserError, match=said):
+        check_service(ServedModel(BASE_MODEL, 4096), service.url, 60)
+
+
+def test_a_service_that_does_not_answer_is_named_in_time(service):
+    service.kill()
+    with pytest.raises(UserError, match=rf"the service at {service.url} cannot be reached \(no answer in 0\.5 s\)"):
+        check_service(ServedModel(BASE_MODEL, 4096), service.url, 0.5)
+
+
+def test_without_the_package_setup_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tinker", None)
+    monkeypatch.delitem(sys.modules, "megatron_fleet.hosted.service")
+    with pytest.raises(UserError, match=r"needs the package tinker, .*\./setup\.sh --hosted"):
+        checks._hosted(load(HOSTED))
