@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker_service import BASE_MODEL, KEY, running
-from whole_runs import Run, wait_for
+from whole_runs import SMALL, Run, wait_for
 
 from megatron_fleet.hosted.states import SAVED, STATE
 
@@ -157,7 +157,7 @@ def test_the_environment_of_hosted_runs_needs_no_torch(tmp_path, make_run, servi
     run = make_run("run", f"model.path={model}", "run.steps=2")
     run.command = lambda: [str(binaries / "mfleet")]
     checked = subprocess.run(
-        [binaries / "mfleet", "train", "experiment=quickstart", "--dry-run", *run.overrides],
+        [binaries / "mfleet", "train", "experiment=quickstart", "--dry-run", *SMALL, *run.overrides],
         capture_output=True,
         text=True,
     )
