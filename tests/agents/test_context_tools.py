@@ -51,6 +51,20 @@ async def test_old_turns_go_and_the_task_stays(play):
     assert [m["content"] for m in t.messages if m["role"] == "tool"][:2] == ["FIRST", "SECOND"]  # for the verifier
 
 
+async def test_results_are_numbered_over_the_whole_episode(play, renderer, monkeypatch):
+    """Some chat formats write the number into the call's id."""
+    numbers, of_class = [], type(renderer)
+    observation = of_class.observation
+
+    def recorded(self, results, *rest):
+        numbers.extend(result.index for result in results)
+        return observation(self, results, *rest)
+
+    monkeypatch.setattr(of_class, "observation", recorded)
+    await play([Turn(CALL), Turn(CALL), Turn(CALL), ANSWER], results=["FIRST", "SECOND", "THIRD"])
+    assert numbers == [0, 1, 2]
+
+
 async def test_removing_nothing_goes_on_with_the_same_sequence(play):
     t, prompts, _ = await play([Turn(CALL), keep(5), ANSWER], results=["FIRST"], context_tools=True)
     assert t.metrics["segments"] == 1 and prompts[2].startswith(prompts[1]) and "Nothing to remove." in prompts[2]

@@ -91,6 +91,15 @@ def test_a_sound_run_is_accepted_and_nothing_is_written(model):
     assert not (model.parent / "out").exists()
 
 
+def test_a_controller_is_not_started_as_one_of_several_ranks(model, monkeypatch):
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}.items():
+        monkeypatch.setenv(f"MFLEET_{name}", str(value))
+    said = refusal(model)
+    assert "started as rank 0 of 2" in said and "start it once, with cluster.ranks=external" in said
+    monkeypatch.setenv("MFLEET_WORLD_SIZE", "1")
+    check(model)
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
 def test_an_incomplete_model_is_refused(model, name):
     (model / name).unlink()

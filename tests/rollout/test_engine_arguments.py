@@ -106,6 +106,13 @@ def test_on_cpus_a_step_holds_the_longest_sequence_and_prompts_are_not_cut(model
     assert on_cpu(rollout_config(model, {"max_num_batched_tokens": 9000}))["max_num_batched_tokens"] == 9000
 
 
+def test_a_full_episode_can_be_scored_where_the_model_is_long_enough(model):
+    """Scoring generates one token more."""
+    limit = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    for context, longest in ((256, 257), (limit - 1, limit), (limit, limit)):
+        assert on_gpu(rollout_config(model, {}, max_context=context))["max_model_len"] == longest
+
+
 @pytest.fixture(scope="module")
 def block_model(tmp_path_factory):
     """A model whose matrices consist of whole blocks."""
