@@ -50,6 +50,9 @@ class HostedSampler(Sampler):
                 if not len(ids) or len(logprobs) != len(ids):
                     raise ServiceLost(f"the service returned {len(ids)} tokens with {len(logprobs)} log-probs")
         except ServiceLost as error:
+            if isinstance(error.__cause__, tinker.NotFoundError):
+                # The session is gone. A new actor asks the trainer for weights, which notices that.
+                self._unusable = str(error)
             raise EngineLost(str(error)) from error
         except UserError as error:
             raise ValueError(str(error)) from error

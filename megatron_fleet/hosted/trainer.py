@@ -97,16 +97,13 @@ class HostedTrainer:
 
     async def _open(self) -> None:
         with service_errors("Opening a session"):
-            # The constructors wait for the service.
+            # Clients wait for the service when they are made, or used first.
             rest = await asyncio.to_thread(lambda: tinker.RestClient(base_url=address(self._hosted)))
             models = (await rest.get_server_capabilities()).supported_models
             run = self._config.run
-            self._service = tinker.ServiceClient(
-                user_metadata={"run": run.id or "", "name": run.name},
-                display_name=run.name,
-                base_url=address(self._hosted),
-            )
-            await asyncio.to_thread(lambda: self._service and self._service.holder)
+            about = {"run": run.id or "", "name": run.name}
+            self._service = service = tinker.ServiceClient(about, display_name=run.name, base_url=address(self._hosted))
+            await asyncio.to_thread(lambda: service.holder)
         ServedModel(self._base_model, self._config.rollout.max_context).check(models)
         vocab_size = read_config(self._config.model.folder)["vocab_size"]
         self._info = TrainerInfo(vocab_size, self._config.policy.micro_batch_tokens)
@@ -309,13 +306,13 @@ class HostedTrainer:
     async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
         """Deliver the handle of a sampler with the current weights, which names no key."""
         async with self._verb("Saving the weights to sample from"):
-            if self._sampler is None:
+            saving, self._sampler = self._sampler, None
+            if saving is None:  # not after an update, or once more: a new sampler shows whether the session is alive
                 async with self._order:
-                    self._sampler = (await self._training()).save_weights_and_get_sampling_client()
-            sampler = await self._sampler
+                    saving = (await self._training()).save_weights_and_get_sampling_client()
+            sampler = await saving
         # The service may drop a sampler whose client is gone; the last but one may still answer requests.
-        if sampler not in self._samplers:
-            self._samplers = [*self._samplers[-1:], sampler]
+        self._samplers = [*self._samplers[-1:], sampler]
         await deliver({"sampler": sampler.get_sampler_handle()})
 
 

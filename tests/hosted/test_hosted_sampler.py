@@ -132,6 +132,8 @@ async def test_a_sample_that_fails_is_an_engine_that_is_lost(make_config, tmp_pa
         service.fail(*fault)
         with pytest.raises(EngineLost):
             await pair.sample()
+        # Only a session that is gone is worth a new actor.
+        assert await pair.sampler.usable() == (fault[0] != "asample")
         assert len((await pair.sample()).token_ids) == 12
 
 

@@ -191,21 +191,21 @@ async def test_an_update_and_its_weights_take_no_more_cycles_than_needed(
     assert made.count("forward_backward") == requests * cycles and made.count("save_weights_for_sampler") == 1
 
 
-async def test_weights_are_saved_once_for_a_version(make_config, service):
-    """A sampler that starts again gets the handle that the others have."""
+async def test_a_sampler_that_starts_again_finds_a_session_that_is_gone(make_config, service):
     handles = []
 
     async def keep(message):
         handles.append(message["sampler"])
 
     async with opened(make_config()) as trainer:
-        await trainer.send_weights(0, {}, keep)
-        await trainer.send_weights(0, {}, keep)
         await update(trainer, batch())
         await trainer.send_weights(1, {}, keep)
+        assert len(service.paths("save_weights_for_sampler")) == 1, "with the step"
         await trainer.send_weights(1, {}, keep)
-    assert handles[0] == handles[1] != handles[2] == handles[3]
-    assert len(service.paths("save_weights_for_sampler")) == 2
+        assert handles[0] != handles[1] and len(service.paths("save_weights_for_sampler")) == 2
+        service.fail("save_weights_for_sampler", 404)
+        with pytest.raises(TrainerLost):
+            await trainer.send_weights(1, {}, keep)
 
 
 async def update(trainer, data, algo=None):
