@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import tinker
@@ -40,7 +40,9 @@ from megatron_fleet.weight_sync.base import Deliver
 from megatron_fleet.weights.hf_folder import read_config
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
+
+CLOSE_S = 20.0
+"""Seconds to end a session; the package itself would try for five minutes."""
 
 
 class HostedTrainer:
@@ -111,16 +113,18 @@ class HostedTrainer:
         self._samplers, self._updates, self._skip = [], 0, False
 
     async def close(self) -> None:
-        """End the session, and delete states that no checkpoint refers to."""
-        with suppress(ServiceLost, UserError):
-            await self._states.clear()
+        """End the session, and delete states that no checkpoint refers to, as far as the service does both in time."""
+        with suppress(ServiceLost, UserError, TimeoutError):
+            async with asyncio.timeout(CLOSE_S):
+                await self._states.clear()
         await self._close("success")
 
     async def _close(self, status: Literal["success", "errored"]) -> None:
         service, self._service = self._service, None
         if service is not None:
             with suppress(ServiceLost, UserError), service_errors("Ending the session"):
-                await service.close(status)
+                async with asyncio.timeout(CLOSE_S):
+                    await service.close(status)
 
     async def lost(self) -> TrainerLost:
         return await asyncio.shield(self._lost)

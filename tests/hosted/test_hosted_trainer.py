@@ -351,6 +351,13 @@ async def test_an_update_that_is_not_finite_reaches_no_optimizer(make_config, se
         assert not (await update(trainer, batch(), algo))[1].skipped
 
 
+async def test_a_service_that_is_down_does_not_keep_a_run_from_ending(make_config, service, monkeypatch):
+    monkeypatch.setattr("megatron_fleet.hosted.trainer.CLOSE_S", 0.2)
+    async with opened(make_config()) as trainer:
+        await update(trainer, batch())
+        service.kill()
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
