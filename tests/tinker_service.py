@@ -40,7 +40,7 @@ HOLD_S = 5.0
 
 
 class Policy(Protocol):
-    """What the service trains: adapters on a base model. Arrays of N tokens are about the targets of one sequence."""
+    """Base model and adapters that the service trains. Per-token arrays have one entry for each target token."""
 
     def make(self, rank: int, seed: int | None) -> Any:
         """New adapters."""

@@ -20,7 +20,7 @@ KEY, URL, USERS_URL = "TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_API_URL"
 
 
 class ServiceLost(Exception):
-    """The service failed in a way that is not the run's fault; what was asked for may have been done or not."""
+    """The service failed through no fault of the run; the request may or may not have been executed."""
 
 
 def address(hosted: HostedConfig, environ: Mapping[str, str] = os.environ) -> str | None:
@@ -30,11 +30,11 @@ def address(hosted: HostedConfig, environ: Mapping[str, str] = os.environ) -> st
 
 @contextlib.contextmanager
 def service_errors(what: str) -> Iterator[None]:
-    """Within, errors of the package say what to do. The package has retried already whatever may pass: connections,
-    statuses 408, 409, 429 and from 500 for five minutes, unpaid bills for an hour.
+    """Translate errors of the `tinker` package. It has already retried temporary failures: lost connections and the
+    statuses 408, 409, 429 and 5xx for five minutes, unpaid bills for an hour.
 
     Args:
-        what: is asked for, in words.
+        what: the request in words, with which messages begin.
 
     Raises:
         UserError: the service refuses the request, and would again.
@@ -48,8 +48,8 @@ def service_errors(what: str) -> Iterator[None]:
         raise UserError(f"{what}: the key may not do this ({error.message}); use another {KEY}.") from error
     except tinker.BillingError as error:
         raise UserError(
-            f"{what}: the account cannot pay ({error.message}); settle it in the service's console, then run the same "
-            f"command again: it resumes from the newest checkpoint."
+            f"{what}: the account cannot pay ({error.message}); resolve this in the service's console, then run the "
+            f"same command again to resume from the newest checkpoint."
         ) from error
     except (tinker.BadRequestError, tinker.UnprocessableEntityError) as error:
         raise UserError(f"{what}: the service refuses the request: {error.message}.") from error
@@ -60,8 +60,7 @@ def service_errors(what: str) -> Iterator[None]:
     except tinker.TinkerError as error:
         if type(error) is tinker.TinkerError:  # of the package itself, about the key
             raise UserError(
-                f"{KEY}: there is no key that the service could take ({error}); set the variable to one, which begins "
-                f"with tml-."
+                f"{KEY}: no usable key was found ({error}); set it to a key of the service, which begins with tml-."
             ) from None
         raise ServiceLost(f"{what}: {type(error).__name__}: {error}") from error
     except (
@@ -107,7 +106,7 @@ def check_service(model: ServedModel, url: str | None, answer_s: float) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What a run needs of the service.
+    """The model that a run asks the service for.
 
     Attributes:
         name: of the model at the service.

@@ -48,7 +48,8 @@ CLOSE_S = 20.0
 class HostedTrainer:
     """Adapters of one model at the service, trained with AdamW.
 
-    A session that fails is replaced by a new one, as lost ranks are: the run goes on from its newest checkpoint.
+    When a session fails, a new one is opened and the run resumes from its newest checkpoint, as it does when ranks are
+    lost.
     """
 
     ranks = None
@@ -212,7 +213,7 @@ class HostedTrainer:
         return report(found, data)
 
     async def optim_step(self, adam: AdamParams) -> OptimReport:
-        """See `Trainer.optim_step`. The weights to sample from are asked for in the same breath."""
+        """See `Trainer.optim_step`. After the last update of a batch, also request a sampler of the new weights."""
         async with self._verb("An optimizer step"):
             async with self._order:
                 if self._skip:

@@ -94,6 +94,11 @@ def check_evaluation(config: Config) -> None:
         UserError: the first problem, cheapest checks first.
     """
     validate.check(config)
+    if not config.reads_weights:
+        raise UserError(
+            f"mfleet eval with policy.trainer={config.policy.trainer}: it evaluates weights in a folder, and those of "
+            f"this trainer stay at the service; evaluate during training (eval.interval), or leave out trainer=hosted."
+        )
     _place(PlacementRequest.of_evaluation(config.rollout.engine))
     _ray()
     _out(config)

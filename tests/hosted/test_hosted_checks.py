@@ -1,4 +1,4 @@
-"""What is refused before a hosted run starts."""
+"""Checks of configuration and service before a hosted run starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,10 @@ def test_a_model_and_a_length_are_checked_at_the_service(service):
         check_service(ServedModel(BASE_MODEL, 4097), service.url, 60)
 
 
-KEYS = {"tml-wrong": r"refuses the key .* set TINKER_API_KEY", "sk-other": r"there is no key .* begins with tml-"}
+KEYS = {
+    "tml-wrong": r"refuses the key .* set TINKER_API_KEY",
+    "sk-other": r"no usable key was found .* begins with tml-",
+}
 
 
 @pytest.mark.parametrize(("key", "said"), KEYS.items())
@@ -77,6 +80,11 @@ def test_a_service_that_does_not_answer_is_named_in_time(service):
     service.kill()
     with pytest.raises(UserError, match=rf"the service at {service.url} cannot be reached \(no answer in 0\.5 s\)"):
         check_service(ServedModel(BASE_MODEL, 4096), service.url, 0.5)
+
+
+def test_an_evaluation_of_a_folder_is_not_the_services():
+    with pytest.raises(UserError, match=r"mfleet eval with policy\.trainer=hosted: .* leave out trainer=hosted"):
+        checks.check_evaluation(load(HOSTED))
 
 
 def test_without_the_package_setup_is_named(monkeypatch):

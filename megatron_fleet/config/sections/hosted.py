@@ -29,8 +29,8 @@ class HostedConfig(Section):
     )
     losses: Literal["exact", "service"] = Field(
         "exact",
-        description="exact: the formulas of this package, in two passes where one does not do (docs/run/"
-        "hosted.md). service: ppo_clip, cispo and importance_weighted are the service's ppo, cispo and "
+        description="exact: the formulas of this package, in two passes where the gradient depends on log-probs "
+        "(docs/run/hosted.md). service: ppo_clip, cispo and importance_weighted are the service's ppo, cispo and "
         "importance_sampling, in one pass, whose ratio is over the sampler's policy.",
     )
 
