@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -77,9 +78,16 @@ def test_a_key_that_the_service_does_not_take_is_refused(service, monkeypatch, k
 
 
 def test_a_service_that_does_not_answer_is_named_in_time(service):
+    """In a process of its own: the package keeps trying for five minutes, and its other clients would wait for that."""
     service.kill()
-    with pytest.raises(UserError, match=rf"the service at {service.url} cannot be reached \(no answer in 0\.5 s\)"):
-        check_service(ServedModel(BASE_MODEL, 4096), service.url, 0.5)
+    program = (
+        "import sys\nfrom megatron_fleet.config.errors import UserError\n"
+        "from megatron_fleet.hosted.service import ServedModel, check_service\n"
+        "try:\n    check_service(ServedModel('test/tiny', 4096), sys.argv[1], 0.5)\n"
+        "except UserError as error:\n    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, service.url], capture_output=True, text=True, check=True)
+    assert f"the service at {service.url} cannot be reached (no answer in 0.5 s)" in done.stdout
 
 
 def test_an_evaluation_of_a_folder_is_not_the_services():
