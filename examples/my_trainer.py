@@ -28,6 +28,7 @@ class Unigram(AbstractAsyncContextManager["Unigram"]):
     """`trainer.base.Trainer` by REINFORCE and plain gradient descent; ``logits`` float64 ``[V]``."""
 
     ranks = None
+    spending = None
 
     def __init__(self, config: Config, hosts: RankHosts) -> None:
         self.info = TrainerInfo(read_config(config.model.folder)["vocab_size"], config.policy.micro_batch_tokens)

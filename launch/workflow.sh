@@ -3,12 +3,8 @@
 # Nothing here is evaluated by a shell or written into a command line unchecked.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. launch/inputs.sh
 
-# require NAME PATTERN WHAT: the value of the variable has this form, or is empty.
-require() {
-  local value=${!1:-}
-  [ -z "$value" ] || [[ $value =~ ^($2)$ ]] || { echo "error: $1='$value' is not $3." >&2; exit 2; }
-}
 require TASK_NAME '[a-z0-9_]+' "an experiment of configs/experiment"
 require MODEL '[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?(@[A-Za-z0-9_.-]+)?' "the id of a model on the hub"
 require MODALITY 'tool_use|computer_use|browser_use' "tool_use, computer_use or browser_use"
@@ -19,9 +15,7 @@ require CLOUD 'any|slurm|runpod|lambda|vast|nebius|primeintellect|kubernetes|gcp
 require DATA_VERSION 'v[0-9.]+' "a version of the data, as v6"
 require RUN_ID '[A-Za-z0-9][A-Za-z0-9._-]{0,119}' "the id of a run"
 require STORE 's3://[A-Za-z0-9./_-]+' "an address s3://bucket/prefix"
-for name in TASK_NAME MODALITY CLOUD; do
-  [ -n "${!name:-}" ] || { echo "error: $name is empty; give a value." >&2; exit 2; }
-done
+given TASK_NAME MODALITY CLOUD
 if [ -z "${STORE:-}" ]; then
   echo "error: STORE is empty; set the variable CHECKPOINT_STORE of the repository to s3://bucket/prefix." >&2
   exit 2
@@ -50,8 +44,5 @@ esac
 [ "$CLOUD" = any ] || overrides+=("launch.skypilot.infra=[$CLOUD]")
 [ -z "${RUN_ID:-}" ] || overrides+=("run.id=$RUN_ID" run.resume=must)
 [ -z "${SLACK_CHANNEL:-}" ] || overrides+=("logging.slack.channel=$SLACK_CHANNEL")
-# A new key of either kind may be all that a cloud needs; those not set are not there.
-for name in "${!FLEET_@}" "${!SLACK_@}" "${!WANDB_@}" "${!AWS_@}"; do
-  [ -n "${!name}" ] || unset "$name"
-done
+unset_empty_secrets
 "${MFLEET:-.venv/engine/bin/mfleet}" launch "${1:---detach}" "${overrides[@]}"

@@ -62,7 +62,7 @@ class FakeRollout:
         self.delays: dict[int, float] = {}
         self.requests: list[CollectRequest] = []
         self.under_way = 0
-        self._plays = 0
+        self._plays = self._generated = 0
 
     async def wait_ready(self) -> None:
         self.calls.append("wait_ready")
@@ -92,6 +92,7 @@ class FakeRollout:
             for index, task in enumerate(request.tasks, request.first)
         ]
         wanted = len(request.tasks) * request.samples
+        self._generated += wanted * TOKENS
         for trajectory in (t for group in groups for t in group.trajectories):
             if on_episode is not None:
                 on_episode(trajectory)
@@ -132,7 +133,8 @@ class FakeRollout:
 
     async def statistics(self) -> dict[str, float]:
         await asyncio.sleep(0)
-        return {"engine/preemptions": 0}
+        generated, self._generated = self._generated, 0
+        return {"engine/generated_tokens": generated}
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
         await asyncio.sleep(0)

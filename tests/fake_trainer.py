@@ -28,6 +28,7 @@ from megatron_fleet.trainer.base import (
     OptimReport,
     Part,
     RanksInfo,
+    Spending,
     TrainerLost,
 )
 from megatron_fleet.weight_sync.base import Deliver
@@ -97,6 +98,8 @@ class FakeTrainer:
         self._lost, self._death = None, asyncio.Event()
         self.weights, self.gradient = np.zeros_like(self.weights), np.zeros_like(self.gradient)
         self.held = dict(PART_BYTES)
+
+    spending: Spending | None = None
 
     @property
     def ranks(self) -> FakeTrainer:

@@ -202,6 +202,11 @@ def die_with_parent() -> Callable[[], None]:
     return prepare
 
 
+def in_hosted_environment() -> bool:
+    """Whether this is the environment of ``./setup.sh --hosted``, without torch and vLLM."""
+    return Path(sys.prefix).name == HOSTED
+
+
 def episode_python() -> Path:
     """Return the interpreter of the episode environment: ``MFLEET_EPISODE_PYTHON``, else the one that setup installs
     next to the engine environment; the hosted environment is both.
@@ -210,7 +215,7 @@ def episode_python() -> Path:
         UserError: it is missing.
     """
     given = os.environ.get("MFLEET_EPISODE_PYTHON")
-    if not given and Path(sys.prefix).name == HOSTED:
+    if not given and in_hosted_environment():
         return Path(sys.executable)
     python = Path(given) if given else Path(sys.prefix).parent / "episode" / "bin" / "python"
     if not (python.is_file() and os.access(python, os.X_OK)):

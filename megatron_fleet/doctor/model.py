@@ -131,7 +131,8 @@ def _ask(python: str, module: str, request: Mapping[str, Any], environ: Mapping[
 
 
 def _with_own_model(here: ProbeContext) -> bool:
-    return with_config(here) and here.config is not None and here.config.eval.endpoint.url is None
+    config = here.config
+    return config is not None and config.eval.endpoint.url is None and config.reads_weights
 
 
 PROBES = (

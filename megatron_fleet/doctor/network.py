@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Host
-from megatron_fleet.cluster.launcher import die_with_parent
+from megatron_fleet.cluster.launcher import die_with_parent, in_hosted_environment
 from megatron_fleet.cluster.rank_identity import without_rank_variables
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.doctor.probe import NOT_NEEDED, Probe, ProbeContext, Result, Status
@@ -248,6 +248,11 @@ def alone(here: ProbeContext) -> Result:
         return judge_exchange({host.name: exchange(host, count, what, here.environ, listener)}, count)
 
 
+def _with_ranks(here: ProbeContext) -> bool:
+    """Runs with ranks of their own need it, and machines on which such runs are set up."""
+    return not in_hosted_environment() if here.config is None else here.config.ranks > 0
+
+
 PROBES = (Probe("ports", ports), Probe("RDMA", rdma, _on_several_gpu_hosts, "several hosts with GPUs"))
-ALONE = Probe("all-reduce", alone, deadline_s=EXCHANGE_S + 10, slow=True)
+ALONE = Probe("all-reduce", alone, _with_ranks, "runs with ranks", deadline_s=EXCHANGE_S + 10, slow=True)
 """All-reduce probe of a single host; several hosts do one together, see `many_hosts`."""

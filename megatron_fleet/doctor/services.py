@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.config.secrets import wandb_key
+from megatron_fleet.config.sections.hosted import HOSTED
 from megatron_fleet.doctor.probe import Probe, ProbeContext, Result
 
 ANSWER_S = 10.0
 """Time for a server to answer."""
 STORE_S = 60.0
 """The store's client tries again several times."""
+CLOCK_S = 30.0
+"""Difference of clocks with which signed keys may be refused."""
 FLEET_URL = "https://orchestrator.fleetai.com"
 """Address that fleet-python uses when FLEET_BASE_URL is not set."""
 
@@ -109,6 +113,34 @@ def environment_server(here: ProbeContext) -> Result:
     return Result("ok", f"{here.config.env.url} answers")
 
 
+def tinker(here: ProbeContext) -> Result:
+    """Ask the hosted trainer's service for its models, with the key, and compare its clock with this machine's."""
+    from megatron_fleet.hosted.address import address
+    from megatron_fleet.hosted.prices import find_prices
+    from megatron_fleet.hosted.service import ServedModel, check_service, clock_difference_s
+
+    assert here.config is not None
+    hosted = here.config.hosted
+    wanted = ServedModel(hosted.model(here.config.model.path), here.config.rollout.max_context)
+    began = time.monotonic()
+    served = check_service(wanted, address(hosted, here.environ), ANSWER_S)
+    seen = [
+        f"{wanted.name}, {served.max_context_length or 'any number of'} tokens, in {time.monotonic() - began:.1f} s"
+    ]
+    try:
+        p = find_prices(hosted, wanted.name or "")
+        seen.append(f"${p.prefill:g} (cached ${p.cached_prefill:g}), ${p.sample:g} and ${p.train:g} for a million")
+    except LookupError as error:
+        if hosted.budget_usd is not None:
+            return Result("failed", f"{'; '.join(seen)}; its prices are not known: {error}", "set hosted.prices")
+        seen.append("prices not known, so costs are not counted")
+    apart = clock_difference_s(address(hosted, here.environ), ANSWER_S)
+    if abs(apart) > CLOCK_S:
+        ahead = f"its clock is {abs(apart):.0f} s {'ahead of' if apart > 0 else 'behind'} this machine's"
+        return Result("warning", f"{'; '.join(seen)}; {ahead}", "synchronise this machine's clock (NTP)")
+    return Result("ok", "; ".join(seen))
+
+
 def _configs(here: ProbeContext) -> Iterator[Config]:
     if here.config is not None:
         yield here.config
@@ -134,6 +166,10 @@ def _with_fleet(here: ProbeContext) -> bool:
     return any(config.env.about.hosted for config in _configs(here))
 
 
+def _with_hosted(here: ProbeContext) -> bool:
+    return any(config.policy.trainer == HOSTED for config in _configs(here))
+
+
 def _with_server(here: ProbeContext) -> bool:
     return any(config.env.url is not None for config in _configs(here))
 
@@ -144,5 +180,6 @@ PROBES = (
     Probe("MLflow", mlflow, _with_mlflow, "runs with logging.mlflow.uri"),
     Probe("Slack", slack, _with_slack, "runs with logging.slack.channel"),
     Probe("Fleet", fleet, _with_fleet, "runs with env.kind=fleet"),
+    Probe("Tinker", tinker, _with_hosted, "runs with trainer=hosted", deadline_s=3 * ANSWER_S),
     Probe("environment server", environment_server, _with_server, "runs with env.url"),
 )

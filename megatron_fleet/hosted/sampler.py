@@ -72,6 +72,7 @@ class HostedSampler(Sampler):
         prompts = [types.ModelInput.from_ints(ids.tolist()) for ids in sequences]
         with service_errors("Scoring"):
             scores = await asyncio.gather(*(client.compute_logprobs(prompt).coroutine() for prompt in prompts))
+        self._counted += EngineStatistics(prompt_tokens=sum(len(ids) for ids in sequences))
         return [np.array([0.0 if value is None else value for value in score], np.float32) for score in scores]
 
     async def load(self, message: Mapping[str, Any]) -> None:

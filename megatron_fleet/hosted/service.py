@@ -3,29 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
+import httpx
 import tinker
+from tinker.lib.base_url import resolve_base_url
 from tinker.lib.retryable_exception import RetryableException
 from tinker.types import RequestErrorCategory, SupportedModel
 
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.sections.hosted import HostedConfig
-
-KEY, URL, USERS_URL = "TINKER_API_KEY", "TINKER_BASE_URL", "TINKER_API_URL"
-"""Variables: of the key, and of the service's address; the third is what earlier programs of our users read."""
+from megatron_fleet.hosted.address import KEY
 
 
 class ServiceLost(Exception):
     """The service failed through no fault of the run; the request may or may not have been executed."""
-
-
-def address(hosted: HostedConfig, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Address of the service; ``None``: the package's own."""
-    return hosted.url or environ.get(URL) or environ.get(USERS_URL) or None
 
 
 @contextlib.contextmanager
@@ -72,8 +67,8 @@ def service_errors(what: str) -> Iterator[None]:
         raise ServiceLost(f"{what}: {type(error).__name__}: {error}") from error
 
 
-def check_service(model: ServedModel, url: str | None, answer_s: float) -> None:
-    """Refuse a model or a length that the service does not train, and a key that it does not take.
+def check_service(model: ServedModel, url: str | None, answer_s: float) -> SupportedModel:
+    """Refuse a model or a length that the service does not train, and a key that it does not take. Returns the model.
 
     Args:
         url: see `address`.
@@ -101,7 +96,19 @@ def check_service(model: ServedModel, url: str | None, answer_s: float) -> None:
         why = failed[0] if failed else f"no answer in {answer_s:g} s"
         named = "the service of Thinking Machines" if url is None else f"the service at {url}"
         raise UserError(f"hosted.url: {named} cannot be reached ({why}); check the address and the network.") from None
-    model.check(models)
+    return model.check(models)
+
+
+def clock_difference_s(url: str | None, answer_s: float) -> float:
+    """Seconds by which the service's clock is ahead of this machine's, to about a second; 0 if it tells no time.
+
+    Args:
+        url: see `address`.
+    """
+    with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL, KeyError, ValueError):
+        answer = httpx.get(resolve_base_url(url), timeout=answer_s)
+        return parsedate_to_datetime(answer.headers["date"]).timestamp() - time.time()
+    return 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +123,21 @@ class ServedModel:
     name: str | None
     max_context: int
 
-    def check(self, models: Sequence[SupportedModel]) -> None:
-        """Raises UserError: the service trains ``models``, and not this one, or not on sequences of this length."""
+    def check(self, models: Sequence[SupportedModel]) -> SupportedModel:
+        """Return it as it is among ``models`` of the service.
+
+        Raises:
+            UserError: the service does not train it, or not on sequences of this length.
+        """
         trained = {model.model_name: model for model in models if model.trainable is not False}
         if self.name not in trained:
             known = ", ".join(sorted(filter(None, trained))) or "none"
             raise UserError(f"hosted.base_model={self.name}: the service does not train this model; it trains {known}.")
-        longest = trained[self.name].max_context_length
+        found = trained[self.name]
+        longest = found.max_context_length
         if longest is not None and longest < self.max_context:
             raise UserError(
                 f"rollout.max_context={self.max_context}: the service trains {self.name} on at most {longest} tokens; "
                 f"lower it to that."
             )
+        return found

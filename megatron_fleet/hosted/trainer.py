@@ -28,9 +28,13 @@ from megatron_fleet.cluster.restarts import OutOfRestarts, Restarts
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import AlgorithmConfig, Config
+from megatron_fleet.hosted.address import address
 from megatron_fleet.hosted.data import logprobs_of, to_service, untrained, weighted
-from megatron_fleet.hosted.losses import CROSS_ENTROPY, OnePass, loss_of, one_pass, trained_weights
-from megatron_fleet.hosted.service import ServedModel, ServiceLost, address, service_errors
+from megatron_fleet.hosted.losses import loss_of, trained_weights
+from megatron_fleet.hosted.passes import CROSS_ENTROPY, OnePass, one_pass
+from megatron_fleet.hosted.prices import Tokens, prices_of_run
+from megatron_fleet.hosted.service import ServedModel, ServiceLost, service_errors
+from megatron_fleet.hosted.spending import SPENT, Spending
 from megatron_fleet.hosted.states import STATE, States
 from megatron_fleet.storage.folder import Files
 from megatron_fleet.storage.local import fingerprint, write_atomically
@@ -65,6 +69,7 @@ class HostedTrainer:
         self._order = asyncio.Lock()
         self._lost: asyncio.Future[TrainerLost] = asyncio.get_running_loop().create_future()
         self._info: TrainerInfo | None = None
+        self._spending: Spending | None = None
         self._service: tinker.ServiceClient | None = None
         self._client: tinker.TrainingClient | None = None
         self._reference: tinker.SamplingClient | None = None
@@ -80,8 +85,16 @@ class HostedTrainer:
         assert self._info is not None, "start() comes first"
         return self._info
 
+    @property
+    def spending(self) -> Spending:
+        assert self._spending is not None, "start() comes first"
+        return self._spending
+
     async def start(self, reason: TrainerLost | None) -> None:
         """See `Trainer.start`."""
+        if self._spending is None:
+            prices = await asyncio.to_thread(prices_of_run, self._hosted, self._base_model)
+            self._spending = Spending(Path(self._config.run.out) / SPENT, prices, self._hosted.budget_usd)
         while True:
             try:
                 if reason is not None:
@@ -173,23 +186,31 @@ class HostedTrainer:
         if which == "reference":
             assert self._reference is not None, "keep_reference() comes first"
             async with self._verb("Scoring by the reference policy"):
-                return await reference_logprobs(self._reference, data)
+                found = await reference_logprobs(self._reference, data)
+                self.spending.add(Tokens(prefill_uncached=tokens_in(data)))
+                return found
         async with self._verb("A forward pass"):
             async with self._order:
                 future = (await self._training()).forward(untrained(data), CROSS_ENTROPY)
-            return logprobs_of(data, (await future).loss_fn_outputs)
+            return self._logprobs(data, await future)
+
+    def _logprobs(self, data: Sequence[Datum], output: types.ForwardBackwardOutput) -> list[np.ndarray]:
+        """Log-probs of a pass, which is counted."""
+        self.spending.add(Tokens(trained=tokens_in(data)))
+        return logprobs_of(data, output.loss_fn_outputs)
 
     async def forward_backward(self, data: Sequence[Datum], loss: LossSpec) -> LossReport:
         """See `Trainer.forward_backward`."""
         algo = AlgorithmConfig.model_validate(dict(loss.settings))
-        request = one_pass(algo, data, self._hosted.losses == "service")
+        several_updates = any("proximal" in datum.arrays for datum in data)
+        request = one_pass(algo, several_updates, self._hosted.losses == "service")
         if request is None:
             return await self._in_two_passes(algo, data)
         async with self._verb("Computing gradients"):
             async with self._order:
                 future = submit(await self._training(), request, data)
             output = await future
-            logprobs = logprobs_of(data, output.loss_fn_outputs)
+            logprobs = self._logprobs(data, output)
         found = loss_of(algo, tokens_of(request, data, logprobs))
         async with self._verb("Computing gradients"):
             if not (is_finite(found) and math.isfinite(output.metrics["loss:sum"])):
@@ -200,8 +221,7 @@ class HostedTrainer:
     async def _in_two_passes(self, algo: AlgorithmConfig, data: Sequence[Datum]) -> LossReport:
         async with self._order:  # no request of another verb comes between them
             async with self._verb("Computing log-probs"):
-                output = await (await self._training()).forward(untrained(data), CROSS_ENTROPY)
-                logprobs = logprobs_of(data, output.loss_fn_outputs)
+                logprobs = self._logprobs(data, await (await self._training()).forward(untrained(data), CROSS_ENTROPY))
             found = loss_of(algo, TrainedTokens.of(data, logprobs))
             if not is_finite(found):
                 self._skip = True
@@ -209,7 +229,7 @@ class HostedTrainer:
             async with self._verb("Computing gradients"):
                 future = (await self._training()).forward_backward(weighted(data, -found.gradient), CROSS_ENTROPY)
         async with self._verb("Computing gradients"):
-            await future
+            self._logprobs(data, await future)
         return report(found, data)
 
     async def optim_step(self, adam: AdamParams) -> OptimReport:
@@ -361,7 +381,11 @@ def is_finite(loss: Loss) -> bool:
 
 
 def report(loss: Loss, data: Sequence[Datum]) -> LossReport:
-    return LossReport(loss.value, loss.sums, tokens=sum(len(datum) for datum in data))
+    return LossReport(loss.value, loss.sums, tokens=tokens_in(data))
+
+
+def tokens_in(data: Sequence[Datum]) -> int:
+    return sum(len(datum) for datum in data)
 
 
 async def reference_logprobs(sampler: tinker.SamplingClient, data: Sequence[Datum]) -> list[np.ndarray]:

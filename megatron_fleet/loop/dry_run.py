@@ -10,9 +10,12 @@ from megatron_fleet.cluster.inventory import Host, Inventory, local_inventory
 from megatron_fleet.cluster.placement import Placement, PlacementRequest, place
 from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import Config
+from megatron_fleet.config.sections.hosted import HOSTED
 from megatron_fleet.config.sections.rollout import VLLM
+from megatron_fleet.planning.hosted_run import cost, make_hosted_plan
 from megatron_fleet.planning.memory.check import describe_memory
 from megatron_fleet.planning.memory.phases import run_memory
+from megatron_fleet.planning.workload import Workload
 
 GIB = 1 << 30
 
@@ -48,6 +51,9 @@ def describe(config: Config, inventory: Inventory | None = None) -> str:
         if devices := inventory.hosts[0].devices:
             memory = _memory(config, min(device.memory_bytes for device in devices))
             sections["memory (computed, docs/understand/memory.md)"] = memory
+    if config.policy.trainer == HOSTED:
+        plan = make_hosted_plan(config, Workload.of(config.rollout, config.env))
+        sections["cost (computed, as by mfleet plan)"] = cost(plan)
     sections["outputs"] = outputs(config)
     return "\n\n".join([as_yaml(config).rstrip(), *(_section(title, rows) for title, rows in sections.items())])
 
@@ -144,11 +150,14 @@ def outputs(config: Config) -> list[str]:
         ("dumped_evals/", "evaluations in Fleet's layout (docs/run/evaluation.md)", True),
         ("checkpoints/", f"the newest {c.checkpoint.keep}", True),
         ("dumps/", "failed updates, for `mfleet debug replay`", c.policy.safety.max_dumps > 0),
+        ("hosted_states.txt", "states at the service", c.policy.trainer == HOSTED),
+        ("hosted_tokens.json", "tokens that the service billed", c.policy.trainer == HOSTED),
         ("hf/", "the trained model as a Hugging Face folder", c.checkpoint.export.last),
         ("exports/", "checkpoints, likewise", c.checkpoint.export.every > 0 or c.checkpoint.export.best),
         ("logs/", "logs of engines, environment server and ranks", True),
     ]
-    return [c.run.out] + [f"  {name:<14} {meaning}" for name, meaning, written in rows if written]
+    width = max(len(name) for name, _, written in rows if written)
+    return [c.run.out] + [f"  {name:<{width}} {meaning}" for name, meaning, written in rows if written]
 
 
 def _section(title: str, rows: list[str]) -> str:

@@ -104,10 +104,10 @@ class Records:
         rows = read_metrics(self._out / "metrics.jsonl")
         return any(row["step"] == step and "eval/all/episodes" in row for row in rows)
 
-    def finish(self) -> None:
-        """Write ``summary.json`` and, of a run with steps, ``curve.svg``."""
+    def finish(self, cost_usd: float | None = None) -> None:
+        """Write ``summary.json`` and, of a run with steps, ``curve.svg``. ``cost_usd``: what a service has billed."""
         metrics = self._out / "metrics.jsonl"
-        summary = write_summary(metrics, self._out / "summary.json")
+        summary = write_summary(metrics, self._out / "summary.json", cost_usd)
         if self._plot and read_metrics(metrics):
             write_learning_curve(metrics, self._out / "curve.svg", self._name)
         self.close(complete=True)
@@ -149,7 +149,9 @@ def _id(config: Config) -> str:
 
 def _last_line(out: Path, summary: Mapping[str, Any]) -> str:
     before, after = summary.get("pass_at_1_before"), summary.get("pass_at_1_after")
-    steps = count(summary["steps"], "step")
+    parts = [f"mfleet: finished {count(summary['steps'], 'step')}"]
     if isinstance(before, float) and isinstance(after, float):
-        return f"mfleet: finished {steps}, held-out pass@1 {before:.3f} → {after:.3f}; see {out}."
-    return f"mfleet: finished {steps}; see {out}."
+        parts.append(f"held-out pass@1 {before:.3f} → {after:.3f}")
+    if (cost := summary["cost_usd"]) is not None:
+        parts.append(f"${cost:,.2f} at the service")
+    return f"{', '.join(parts)}; see {out}."

@@ -37,7 +37,7 @@ from megatron_fleet.loop.update import update
 from megatron_fleet.platform.timeline import TIMELINE, Clock
 from megatron_fleet.platform.waiting import unless
 from megatron_fleet.rollout.requests import EnvironmentFailed
-from megatron_fleet.trainer.base import Trainer, TrainerLost
+from megatron_fleet.trainer.base import BudgetSpent, Trainer, TrainerLost
 
 T = TypeVar("T")
 Probe = dict[str, list[list[float]]]
@@ -107,7 +107,7 @@ class Training:
         async with self._open(state) as self._attempt:
             try:
                 await self._steps()
-            except (Stopped, Outage, EnvironmentFailed):
+            except (Stopped, Outage, EnvironmentFailed, BudgetSpent):
                 await self._save_now()
                 raise
             finally:
@@ -116,6 +116,7 @@ class Training:
     async def _steps(self) -> None:
         config, attempt = self._config, self._attempt
         self._stop.heeded = True
+        self._check_budget()
         await self._engines.update(self._step)
         await self._stop.interrupt(attempt.evaluations.catch_up())
         while self._step < config.run.last_step:
@@ -125,7 +126,9 @@ class Training:
         if config.checkpoint.export.last:
             await self._engines.to_trainer()
             await self._trainer.export_hf(Path(config.run.out) / "hf")
-        attempt.records.finish()
+        await self._engines.statistics()  # which counts the tokens of the evaluation after the last step
+        spending = self._trainer.spending
+        attempt.records.finish(None if spending is None else spending.usd)
         TIMELINE.finish(self._step)
 
     async def _one_step(self) -> None:
@@ -160,7 +163,12 @@ class Training:
         self._recorded_step = self._step
         self._commit(probe)
         self._guard.stop_if_stuck()
+        self._check_budget()
         await self._stop.interrupt(attempt.evaluations.catch_up())
+
+    def _check_budget(self) -> None:
+        if self._trainer.spending is not None:
+            self._trainer.spending.check()
 
     async def _copy_state(self) -> Probe | None:
         """Copy the trainer's state for a checkpoint of this step, while it has the devices and before its weights go
@@ -181,6 +189,7 @@ class Training:
             await self._engines.to_trainer()
             self._commit(await self._copy_state())
             await self._saves.finish()
+        await self._engines.statistics()
 
 
 async def until_lost(trainer: Trainer, work: Coroutine[Any, Any, T]) -> T:

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from megatron_fleet.config import validate
     from megatron_fleet.config.load import load
+    from megatron_fleet.config.sections.hosted import HOSTED
     from megatron_fleet.planning.hardware import gpu_of
     from megatron_fleet.planning.plan import make_plan
     from megatron_fleet.planning.show import as_json, as_text, write_picture
@@ -66,10 +67,12 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--search and --simulate answer different questions; give one of them.")
     config = load(args.overrides)
     validate.check(config)
-    gpu = gpu_of(config.cluster, args.gpu, args.gpu_memory)
     workload = Workload.of(
         config.rollout, config.env, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted
     )
+    if config.policy.trainer == HOSTED:
+        return _plan_hosted(args, config, workload)
+    gpu = gpu_of(config.cluster, args.gpu, args.gpu_memory)
     if args.search is not None:
         return _search(args, config, gpu, workload)
     if args.simulate is not None:
@@ -83,6 +86,21 @@ def run(args: argparse.Namespace) -> int:
         write_picture(plan, args.picture)
     if plan.problem is not None:
         raise UserError(f"The run does not fit into {plan.devices} {gpu.name}: {plan.problem} {_advice(plan)}")
+    return 0
+
+
+def _plan_hosted(args: argparse.Namespace, config: Config, workload: Workload) -> int:
+    from megatron_fleet.planning.hosted_run import as_json, as_text, make_hosted_plan
+
+    for flag in ("gpu", "gpu_memory", "price", "picture", "search", "simulate"):
+        if getattr(args, flag) is not None:
+            name = flag.replace("_", "-")
+            raise UserError(f"--{name} is about GPUs, and policy.trainer=hosted uses none of yours; leave it out.")
+    plan = make_hosted_plan(config, workload)
+    if args.json:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        say_lines(as_text(plan))
     return 0
 
 

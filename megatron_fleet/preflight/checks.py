@@ -239,7 +239,9 @@ def _model(config: Config, resumes: bool = False) -> dict[str, Any]:
 def _hosted(config: Config) -> None:
     """Refuse what the service does not offer, and a key that it does not take."""
     try:
-        from megatron_fleet.hosted.service import ServedModel, address, check_service
+        from megatron_fleet.hosted.address import address
+        from megatron_fleet.hosted.prices import prices_of_run
+        from megatron_fleet.hosted.service import ServedModel, check_service
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != "tinker":
             raise
@@ -247,8 +249,11 @@ def _hosted(config: Config) -> None:
             "policy.trainer=hosted needs the package tinker, which this environment lacks; run ./setup.sh --hosted and "
             "use .venv/hosted/bin/mfleet."
         ) from None
-    model = ServedModel(config.hosted.model(config.model.path), config.rollout.max_context)
-    check_service(model, address(config.hosted), ANSWER_S)
+    hosted = config.hosted
+    model = ServedModel(hosted.model(config.model.path), config.rollout.max_context)
+    check_service(model, address(hosted), ANSWER_S)
+    assert model.name is not None, "the service trains it"
+    prices_of_run(hosted, model.name)
 
 
 def _renderer(config: Config) -> None:

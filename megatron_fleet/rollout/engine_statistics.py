@@ -60,6 +60,7 @@ def engine_metrics(engines: Sequence[EngineStatistics]) -> dict[str, float]:
         "engine/kv_cache_usage_max": total.most_kv_usage,
         "engine/preemptions": total.preemptions,
         "engine/prompt_tokens": total.prompt_tokens,
+        "engine/cached_prompt_tokens": total.cache_hits,
         "engine/generated_tokens": total.generated_tokens,
     }
     rates = {

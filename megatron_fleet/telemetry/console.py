@@ -23,6 +23,7 @@ SHOWN = (
     ("entropy", "policy/policy_entropy", "{:.3f}"),
     ("grad norm", "policy/grad_norm", "{:.3g}"),
     ("mismatch KL", "policy/mismatch_kl", "{:.1e}"),
+    ("cost", "cost/cumulative_usd", "${:,.2f}"),
 )
 SPARK_WIDTH = 32
 ETA_STEPS = 10

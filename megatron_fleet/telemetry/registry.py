@@ -179,12 +179,21 @@ _ENGINE = {
     "kv_cache_usage_max": "Largest of these shares.",
     "preemptions": "Times that a running request lost its KV cache to others and was computed again.",
     "prompt_tokens": "Tokens of prompts that the engines computed, those found in the prefix cache left out.",
+    "cached_prompt_tokens": "Tokens of prompts that were found in the prefix cache.",
     "generated_tokens": "Tokens that the engines sampled, those of aborted requests included.",
     "tokens_per_second": "generated_tokens divided by the seconds in which an engine had requests, added up over the "
     "engines: the mean speed of one engine at work.",
     "prefix_cache_hit_rate": "Share of the tokens of prompts that were found in the prefix cache.",
     "draft_acceptance_rate": "Share of the tokens proposed by the drafter that the model accepted (speculative).",
     "tokens_per_draft": "Mean tokens that a request gained by one proposal: the accepted ones and one more.",
+}
+
+_BILLED = {
+    "sampled": "Billed by a hosted service (policy.trainer=hosted): tokens that it sampled since the step before, also "
+    "for an evaluation; `cumulative`: since the run began, with what was computed again after a restart.",
+    "prefill_cached": "Likewise: tokens of prompts that were found in its prefix cache.",
+    "prefill_uncached": "Likewise: all other tokens of prompts, those of scored sequences included.",
+    "trained": "Likewise: tokens of training sequences, for each pass over them.",
 }
 
 _LOSS = {
@@ -314,6 +323,9 @@ METRICS: tuple[Metric, ...] = (
     *_family(("policy/",), _POLICY),
     *_family(("async/",), _ASYNC),
     *_family(("engine/",), _ENGINE),
+    *_family(("tokens/", "tokens/cumulative/"), _BILLED),
+    Metric("cost/step_usd", "US dollars for the tokens/ of this step; absent if the service's prices are not known."),
+    Metric("cost/cumulative_usd", "US dollars for the tokens/cumulative/."),
     Metric(
         "timing/loop_lag_p99",
         "99th percentile of the seconds by which a worker's event loop wakes late; the worst worker's.",

@@ -14,9 +14,11 @@ from megatron_fleet.telemetry.sinks import read_metrics
 Row = dict[str, Any]
 
 
-def write_summary(metrics_path: Path, summary_path: Path) -> dict[str, Any]:
-    """Compute the summary, write it atomically and return it."""
-    summary = summarise(read_metrics(metrics_path))
+def write_summary(metrics_path: Path, summary_path: Path, cost_usd: float | None = None) -> dict[str, Any]:
+    """Compute the summary, write it atomically and return it. ``cost_usd``: of the run at a service; ``None``: nothing
+    is billed, or the prices are not known.
+    """
+    summary = summarise(read_metrics(metrics_path)) | {"cost_usd": cost_usd}
     write_atomically(summary_path, (json.dumps(summary, indent=2) + "\n").encode())
     return summary
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AlgorithmConfig, OptimizerConfig
 from megatron_fleet.storage.folder import Files
 from megatron_fleet.weight_sync.base import Deliver
@@ -32,6 +33,10 @@ PARTS: tuple[Part, ...] = get_args(Part)
 
 class TrainerLost(Exception):
     """The trainer died or is no longer trusted; its state is that of the last checkpoint. It may be restarted."""
+
+
+class BudgetSpent(UserError):
+    """The run has spent its budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +182,11 @@ class Trainer(Protocol):
         """The additional verbs of ranks on the hosts of the run; ``None`` for a trainer without such ranks."""
         ...
 
+    @property
+    def spending(self) -> Spending | None:
+        """What its requests and those of the engines have cost, after `start`; ``None``: nothing is billed."""
+        ...
+
     async def start(self, reason: TrainerLost | None) -> None:
         """Start with the initial weights of the model, or start again after a loss.
 
@@ -247,6 +257,27 @@ class Trainer(Protocol):
 
     async def send_weights(self, version: int, options: Mapping[str, Any], deliver: Deliver) -> None:
         """Send the current weights by the prepared transport. ``deliver``: called for each message."""
+        ...
+
+
+class Spending(Protocol):
+    """Costs of a run at a service that bills tokens."""
+
+    @property
+    def usd(self) -> float | None:
+        """US dollars so far, all attempts together; ``None``: prices are not known."""
+        ...
+
+    def record(self, engines: Mapping[str, float]) -> dict[str, float]:
+        """Count what engines did since the last call, and return metrics of all tokens since then.
+
+        Args:
+            engines: see `rollout.engine_statistics.engine_metrics`.
+        """
+        ...
+
+    def check(self) -> None:
+        """Raises BudgetSpent: nothing more may be spent."""
         ...
 
 

@@ -101,6 +101,8 @@ def _merged(answers: Sequence[Files]) -> Files:
 class TrainerGroup:
     """`trainer.base.Trainer` over ranks, with what `trainer.base.Ranks` adds. It may be lost, and started again."""
 
+    spending = None
+
     def __init__(
         self,
         config: Config,

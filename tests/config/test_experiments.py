@@ -10,8 +10,10 @@ pytest.importorskip("hydra")
 
 from megatron_fleet.config import validate
 from megatron_fleet.config.load import ROOT, load
+from megatron_fleet.config.sections.hosted import HOSTED
 from megatron_fleet.envs.embedded_server import MAX_SESSIONS
 from megatron_fleet.planning.hardware import gpu_of
+from megatron_fleet.planning.hosted_run import make_hosted_plan
 from megatron_fleet.planning.plan import make_plan
 from megatron_fleet.planning.workload import Workload
 
@@ -27,9 +29,14 @@ def composed(name: str):
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_an_experiment_is_valid_and_fits(name):
+def test_an_experiment_is_valid_and_fits(name, monkeypatch):
+    monkeypatch.setenv("TINKER_BASE_URL", "http://nobody")  # whose prices are not looked up
     config = composed(name)
     validate.check(config)
+    if config.policy.trainer == HOSTED:
+        hosted = make_hosted_plan(config, Workload.of(config.rollout, config.env))
+        assert hosted.step.trained > 0 and hosted.seconds > 0 and hosted.cycles == 1
+        return
     plan = make_plan(config, gpu_of(config.cluster), Workload.of(config.rollout, config.env))
     assert plan.problem is None
     assert plan.step is not None and plan.step.total > 0

@@ -16,13 +16,15 @@ from hub_server import COMMIT, found_by_hub_client
 from s3_server import found_by_boto3
 from slack_server import TOKEN as SLACK_TOKEN
 from slack_server import slack_server
+from tinker_service import BASE_MODEL, running
+from tinker_service import KEY as TINKER_KEY
 from wandb_server import WandbServer
 
 pytest.importorskip("hydra")
 
 from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import load
-from megatron_fleet.doctor import model, services
+from megatron_fleet.doctor import model, network, services
 from megatron_fleet.doctor.probe import ProbeContext, Result, ask
 from megatron_fleet.weights.fetch.cache import fetch
 
@@ -255,3 +257,33 @@ def test_an_engine_that_fails_says_why(tmp_path, monkeypatch):
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
     assert asked("engine") == Result("failed", "the engine failed (no room)", "try less")
+
+
+HOSTED = ("trainer=hosted", f"hosted.base_model={BASE_MODEL}")
+PRICES = [f"hosted.prices.{name}=0.5" for name in ("prefill", "cached_prefill", "sample", "train")]
+
+
+@pytest.fixture(scope="module")
+def tinker(tmp_path_factory):
+    pytest.importorskip("tinker")
+    with running(tmp_path_factory.mktemp("service")) as client:
+        yield f"hosted.url={client.url}"
+
+
+def test_the_service_of_a_hosted_trainer(tinker, monkeypatch):
+    monkeypatch.setenv("TINKER_API_KEY", TINKER_KEY)
+    found = asked("Tinker", *HOSTED, tinker)
+    assert found.status == "ok"
+    assert re.fullmatch(rf"{BASE_MODEL}, 4096 tokens, in \d+\.\d s; prices not known, .*", found.detail)
+    assert "$0.5 (cached $0.5), $0.5 and $0.5 for a million" in asked("Tinker", *HOSTED, tinker, *PRICES).detail
+    without = asked("Tinker", *HOSTED, tinker, "hosted.budget_usd=5")
+    assert without.status == "failed" and "its prices are not known" in without.detail
+    assert "does not train this model" in asked("Tinker", *HOSTED[:1], "hosted.base_model=other", tinker).detail
+    monkeypatch.setattr("megatron_fleet.hosted.service.time.time", lambda: 1e9)
+    late = asked("Tinker", *HOSTED, tinker)
+    assert late.status == "warning" and "ahead of this machine's" in late.detail
+
+
+def test_a_hosted_run_needs_neither_a_models_weights_nor_an_engine():
+    findings = {f.name: f.result.status for f in ask([*model.PROBES, network.ALONE], here(*HOSTED, quick=True))}
+    assert findings["model files"] == findings["engine"] == findings["all-reduce"] == "skipped"

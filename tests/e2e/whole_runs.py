@@ -34,7 +34,7 @@ RUN_TIMEOUT_S = 1800
 CLOCK_METRICS = (
     "time", "attempt", "checkpoint/",
     "timing/", "memory/", "engine/", "generate/tokens_per_second", "generate/uploads_failed", "async/trainer_waits",
-    "async/engines_idle",
+    "async/engines_idle", "tokens/", "cost/",
 )  # fmt: skip
 
 

@@ -11,7 +11,8 @@ from tinker_service import BASE_MODEL
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
-from megatron_fleet.hosted.service import ServedModel, address, check_service
+from megatron_fleet.hosted.address import address
+from megatron_fleet.hosted.service import ServedModel, check_service
 from megatron_fleet.preflight import checks
 
 HOSTED = ("experiment=quickstart", "trainer=hosted", f"hosted.base_model={BASE_MODEL}")

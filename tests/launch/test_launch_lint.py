@@ -8,6 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import yaml
 from namespace_hosts import ROOT
 from waiting import HANG_S
 
+from megatron_fleet.config import validate
+from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import SkyPilotConfig
 from megatron_fleet.launch import plan as planning
 from megatron_fleet.launch.kubernetes import Kubernetes
@@ -23,7 +26,8 @@ from megatron_fleet.launch.skypilot import SkyPilot
 from megatron_fleet.launch.slurm import Slurm
 
 PROGRAMS = Path(sys.prefix, "bin")
-WORKFLOW = ROOT / ".github" / "workflows" / "train.yml"
+WORKFLOWS = ROOT / ".github" / "workflows"
+WORKFLOW, TINKER_WORKFLOW = WORKFLOWS / "train.yml", WORKFLOWS / "train_tinker.yml"
 SCRIPTS = sorted([*(ROOT / "launch").rglob("*.sh"), *(ROOT / "launch").rglob("*.sbatch")])
 MANIFESTS = sorted([*(ROOT / "launch").rglob("*.yaml"), *(ROOT / "configs" / "cluster").glob("*.yaml")])
 linters = pytest.mark.skipif(not (PROGRAMS / "actionlint").exists(), reason="needs the engine environment's linters")
@@ -64,8 +68,8 @@ def sections(manifest: Path) -> list[str]:
 
 
 @linters
-def test_the_workflow_passes_actionlint():
-    assert lint("actionlint", "-shellcheck", PROGRAMS / "shellcheck", WORKFLOW) == ""
+def test_the_workflows_pass_actionlint():
+    assert lint("actionlint", "-shellcheck", PROGRAMS / "shellcheck", WORKFLOW, TINKER_WORKFLOW) == ""
 
 
 @linters
@@ -77,7 +81,7 @@ def test_scripts_pass_shellcheck(tmp_path, monkeypatch):
             scripts.append(tmp_path / f"{manifest.stem}-{index}.sh")
             scripts[-1].write_text(f"#!/usr/bin/env bash\n{text}")
     assert lint("shellcheck", *SCRIPTS, *scripts) == ""
-    assert lint("yamllint", "--strict", "-c", ROOT / ".yamllint.yaml", *MANIFESTS, WORKFLOW) == ""
+    assert lint("yamllint", "--strict", "-c", ROOT / ".yamllint.yaml", *MANIFESTS, WORKFLOW, TINKER_WORKFLOW) == ""
     # Long arguments are what they are.
     relaxed = "{extends: default, rules: {line-length: disable, indentation: {indent-sequences: whatever}}}"
     assert lint("yamllint", "--strict", "-d", relaxed, *manifests) == ""
@@ -91,17 +95,21 @@ def test_the_linters_find_something(tmp_path):
     assert 'property "task_nam" is not defined' in lint("actionlint", tmp_path / "bad.yml")
 
 
-def test_the_workflow_offers_what_there_is_and_puts_nothing_into_a_shell():
-    workflow = yaml.safe_load(WORKFLOW.read_text())
-    inputs = workflow["on"]["workflow_dispatch"]["inputs"]
+@pytest.mark.parametrize("path", [WORKFLOW, TINKER_WORKFLOW], ids=lambda path: path.stem)
+def test_a_workflow_hands_all_its_inputs_on_and_puts_nothing_into_a_shell(path):
+    workflow = yaml.safe_load(path.read_text())
+    (job,) = workflow["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step and "${{" in step["run"]] == []
+    assert workflow["permissions"] == {"contents": "read"}
+    names = {name for step in job["steps"] for name, value in step.get("env", {}).items() if "inputs." in str(value)}
+    assert {name.lower() for name in names} == set(workflow["on"]["workflow_dispatch"]["inputs"])
+
+
+def test_the_workflow_offers_what_there_is():
+    inputs = yaml.safe_load(WORKFLOW.read_text())["on"]["workflow_dispatch"]["inputs"]
     experiments = {path.stem for path in (ROOT / "configs" / "experiment").glob("*.yaml")}
     assert set(inputs["task_name"]["options"]) <= experiments
     assert inputs["cloud"]["options"] == ["any", *SkyPilotConfig().infra]
-    steps = workflow["jobs"]["submit"]["steps"]
-    assert [step["run"] for step in steps if "run" in step and "${{" in step["run"]] == []
-    assert workflow["permissions"] == {"contents": "read"}
-    names = {name for step in steps for name, value in step.get("env", {}).items() if "inputs." in str(value)}
-    assert {name.lower() for name in names} == set(inputs)
 
 
 GOOD = {
@@ -116,14 +124,30 @@ GOOD = {
 }
 
 
-def submitted(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
-    """Run launch/workflow.sh with a stand-in for mfleet that prints its arguments."""
+TINKER_GOOD = {
+    "MODEL_NAME": "Qwen/Qwen3-8B",
+    "MAX_STEPS": "50",
+    "BATCH_SIZE": "8",
+    "N_SAMPLES_PER_PROMPT": "4",
+    "MODALITY": "tool_use",
+    "STORE": "s3://bucket/checkpoints",
+    "TINKER_API_KEY": "tml-planted",
+    "TINKER_API_URL": "",
+    "SLACK_BOT_TOKEN": "",
+}
+
+
+def submitted(
+    folder: Path, script: str = "workflow.sh", good: Mapping[str, str] = GOOD, **inputs: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a workflow's script with a stand-in for mfleet that prints its arguments."""
     program = folder / "mfleet"
-    program.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n[ -z "${SLACK_BOT_TOKEN+x}" ] || echo "an empty secret"\n')
+    empty = "".join(f'[ -z "${{{name}+x}}" ] || echo "an empty secret"\n' for name, value in good.items() if not value)
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@"\n{empty}true\n')
     program.chmod(0o755)
-    environ = {"PATH": os.environ["PATH"], "MFLEET": str(program), **GOOD, **inputs}
-    script = ROOT / "launch" / "workflow.sh"
-    return subprocess.run([script], env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
+    environ = {"PATH": os.environ["PATH"], "MFLEET": str(program), **good, **inputs}
+    command = [ROOT / "launch" / script]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=HANG_S, check=False)
 
 
 def test_inputs_of_the_workflow_become_overrides(tmp_path):
@@ -177,6 +201,34 @@ def test_what_the_workflow_submits_is_a_valid_job(tmp_path, monkeypatch):
 )
 def test_inputs_that_are_none_are_refused(tmp_path, name, value):
     done = submitted(tmp_path, **{name: value})
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
+
+
+def trained(folder: Path, **inputs: str) -> subprocess.CompletedProcess[str]:
+    return submitted(folder, "tinker.sh", TINKER_GOOD, **inputs)
+
+
+def test_the_hosted_workflow_trains_with_its_inputs(tmp_path):
+    inputs = yaml.safe_load(TINKER_WORKFLOW.read_text())["on"]["workflow_dispatch"]["inputs"]
+    theirs = {"model_name": "Qwen/Qwen3-8B", "max_steps": "50", "batch_size": "8", "n_samples_per_prompt": "4"}
+    assert {name: inputs[name]["default"] for name in theirs} == theirs
+    done = trained(tmp_path, BUDGET_USD="12.50", RUN_ID="a_1", ENV_KEY="booking,jira", TIME_LIMIT_S="20000")
+    command, *words = done.stdout.splitlines()
+    assert command == "train" and "an empty secret" not in words and "planted" not in done.stdout
+    config = load(words)
+    validate.check(config)
+    assert (config.policy.trainer, config.hosted.model(config.model.path)) == ("hosted", "Qwen/Qwen3-8B")
+    assert (config.run.steps, config.rollout.prompts_per_step, config.rollout.samples_per_prompt) == (50, 8, 4)
+    assert (config.hosted.budget_usd, config.run.time_limit_s, config.run.resume) == (12.5, 20000, "must")
+    assert config.data.environments == ("booking", "jira") and config.logging.wandb.project == "fleet-tinker-grpo"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("MODEL_NAME", "a b"), ("MAX_STEPS", ""), ("BATCH_SIZE", "0"), ("BUDGET_USD", "-1"), ("RUN_ID", "$(id)")],
+)
+def test_inputs_of_the_hosted_workflow_that_are_none_are_refused(tmp_path, name, value):
+    done = trained(tmp_path, **{name: value})
     assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("error: ")
 
 

@@ -207,6 +207,7 @@ class Elsewhere(FakeTrainer):
     """A trainer whose steps cannot be held."""
 
     ranks = None
+    spending = None
     tells_norm = True
 
     async def optim_step(self, adam):

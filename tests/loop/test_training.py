@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fake_rollout import FakeEngines, FakeRollout, FakeTransport
+from fake_rollout import TOKENS, FakeEngines, FakeRollout, FakeTransport
 from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
@@ -28,7 +28,7 @@ from megatron_fleet.loop.train import Training, until_lost
 from megatron_fleet.rollout.requests import EnvironmentFailed, RolloutFailed
 from megatron_fleet.storage.run_folder import RunFolder
 from megatron_fleet.telemetry.shards import Shard
-from megatron_fleet.trainer.base import TrainerLost
+from megatron_fleet.trainer.base import BudgetSpent, TrainerLost
 
 VOCABULARY = 16
 NEVER_S = 3600.0
@@ -88,7 +88,7 @@ class Run:
         """The metrics of each step, clocks left out."""
         rows = [json.loads(line) for line in (self.out / "metrics.jsonl").read_text().splitlines()]
         hidden = ("time", "attempt", "timing/", "memory/", "generate/", "async/trainer_waits", "async/engines_idle")
-        hidden += ("checkpoint/upload",)
+        hidden += ("checkpoint/upload", "engine/")
         steps: dict[int, dict[str, float]] = {}
         for row in rows:
             steps.setdefault(row["step"], {}).update({k: v for k, v in row.items() if not k.startswith(hidden)})
@@ -133,6 +133,41 @@ async def test_a_run_calls_everything_in_order_and_learns(tmp_path):
     first, last = ([row["reward/avg_raw_reward"] for row in rows[a:b]] for a, b in ((1, 6), (26, 31)))
     assert np.mean(last) > np.mean(first) + 0.2
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 30
+
+
+class Bill:
+    """One US dollar for each episode."""
+
+    def __init__(self, budget_usd: float):
+        self.usd, self.budget_usd = 0.0, budget_usd
+
+    def record(self, engines):
+        self.usd += engines["engine/generated_tokens"] / TOKENS
+        return {"cost/cumulative_usd": self.usd}
+
+    def check(self):
+        if self.usd >= self.budget_usd:
+            raise BudgetSpent("nothing is left")
+
+
+async def test_a_run_saves_and_ends_when_its_budget_is_spent(tmp_path):
+    run = Run(tmp_path, "checkpoint.interval=0", "eval.at_end=true")
+    run.trainer.spending = bill = Bill(48.0)
+    with pytest.raises(BudgetSpent):
+        await run.go()
+    assert "collect train 2" in run.take()
+    run.fresh()
+    run.trainer.spending = bill
+    with pytest.raises(BudgetSpent):  # before anything is played
+        await run.go()
+    assert not any(call.startswith("collect") for call in run.take())
+    run.fresh()
+    run.trainer.spending, bill.budget_usd = bill, 1000.0
+    await run.go()
+    assert run.take()[:5] == ["load_state", "wait_ready", "begin_update", "send_weights 3", "finish_update 3"]
+    assert [row["cost/cumulative_usd"] for row in run.rows()] == [16.0, 32.0, 48.0, 64.0]
+    # The evaluation after the last step is counted, too.
+    assert json.loads((tmp_path / "summary.json").read_text())["cost_usd"] == 66.0
 
 
 async def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path):

@@ -101,6 +101,7 @@ def test_metrics_over_all_engines_by_hand():
         "engine/kv_cache_usage_max": 0.5,
         "engine/preemptions": 3,
         "engine/prompt_tokens": 70,
+        "engine/cached_prompt_tokens": 10,
         "engine/generated_tokens": 150,
         "engine/tokens_per_second": 30.0,
         "engine/prefix_cache_hit_rate": 0.25,
@@ -117,5 +118,6 @@ def test_rates_of_nothing_are_absent():
         "engine/kv_cache_usage_max",
         "engine/preemptions",
         "engine/prompt_tokens",
+        "engine/cached_prompt_tokens",
         "engine/generated_tokens",
     }

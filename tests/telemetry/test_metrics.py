@@ -28,10 +28,10 @@ from megatron_fleet.trainer.base import LossReport, OptimReport
 ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
 ELSEWHERE = (
     *("checkpoint/", "data/", "engine/", "timing/loop_lag", "timing/start_limit", "timing/provision_s"),
-    "environment/{env}/breaker_open",
+    *("environment/{env}/breaker_open", "tokens/", "cost/"),
 )
-"""Names that tests/loop/test_resume.py, test_data_metrics.py, tests/rollout/test_engine_statistics.py and
-`test_provisioning_metrics_by_hand` check."""
+"""Names that tests/loop/test_resume.py, test_data_metrics.py, tests/rollout/test_engine_statistics.py,
+tests/hosted/test_hosted_spending.py and `test_provisioning_metrics_by_hand` check."""
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 
 

@@ -130,6 +130,9 @@ def _facts(follower: RunFollower, clock: float) -> Iterable[Fact]:
         yield Fact("tokens per second", number(total), last)
     elif speed:
         yield Fact("tokens per second", number(speed[1]), f"step {speed[0]}")
+    if cost := metrics.latest("cost/cumulative_usd"):
+        _, of_step = metrics.latest("cost/step_usd") or (0, 0.0)
+        yield Fact("cost so far", f"${cost[1]:,.2f}", f"${of_step:,.2f} in step {cost[0]}")
 
 
 def _step_fact(follower: RunFollower) -> Fact:

@@ -18,6 +18,17 @@ LORA_ALPHA = 32.0
 """The scale of the service's adapters is this / rank; requests cannot set it."""
 
 
+class PricesConfig(Section):
+    """US dollars for a million tokens."""
+
+    prefill: float | None = Field(
+        None, ge=0, description="Of prompts. All four null: those of Thinking Machines' price list."
+    )
+    cached_prefill: float | None = Field(None, ge=0, description="Of prompts that are in the prefix cache.")
+    sample: float | None = Field(None, ge=0, description="Of sampled tokens.")
+    train: float | None = Field(None, ge=0, description="Of training sequences, for each pass over them.")
+
+
 class HostedConfig(Section):
     """Thinking Machines' Tinker, or a server that speaks its protocol. The key is TINKER_API_KEY."""
 
@@ -32,6 +43,13 @@ class HostedConfig(Section):
         description="exact: the formulas of this package, in two passes where the gradient depends on log-probs "
         "(docs/run/hosted.md). service: ppo_clip, cispo and importance_weighted are the service's ppo, cispo and "
         "importance_sampling, in one pass, whose ratio is over the sampler's policy.",
+    )
+    prices: PricesConfig = PricesConfig()
+    budget_usd: float | None = Field(
+        None,
+        gt=0,
+        description="Save and end once this run has spent this many US dollars at the service, by its tokens and "
+        "prices; checked after each step. null: no limit.",
     )
 
     def model(self, path: str) -> str | None:
@@ -77,4 +95,12 @@ def _what_the_service_does(c: Config) -> str | None:
     return None
 
 
-RULES: tuple[Rule, ...] = (_both_or_none, _what_the_service_does)
+def _all_prices_or_none(c: Config) -> str | None:
+    prices = c.hosted.prices.model_dump()
+    missing = [name for name, value in prices.items() if value is None]
+    if len(missing) in (0, len(prices)):
+        return None
+    return f"hosted.prices.{missing[0]} is null, but not all of hosted.prices are; set all four, or none."
+
+
+RULES: tuple[Rule, ...] = (_both_or_none, _what_the_service_does, _all_prices_or_none)
