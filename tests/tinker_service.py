@@ -26,8 +26,10 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import quote
 
 import numpy as np
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -69,6 +71,9 @@ class Policy(Protocol):
         """What `load` needs to go on; can be pickled."""
 
     def load(self, state: Any, optimizer: bool) -> Any: ...
+
+    def export(self, adapters: Any) -> dict[str, bytes]:
+        """Files of a folder that others can load, by name."""
 
 
 @dataclass
@@ -140,6 +145,13 @@ class Bigrams:
     def load(self, state: Added, optimizer: bool) -> Added:
         loaded = self.state(state)
         return loaded if optimizer else Added(loaded.logits, *(np.zeros_like(loaded.m) for _ in range(3)))
+
+    def export(self, adapters: Added) -> dict[str, bytes]:
+        return {
+            "adapter_config.json": b'{"r": 32, "base_model_name_or_path": null}',
+            "adapter_model.safetensors": adapters.logits.tobytes(),
+            "more/README.md": b"of a test",
+        }
 
     def _rows(self, logits: np.ndarray, before: Any, temperature: float = 1.0) -> np.ndarray:
         return log_softmax((self._base[before] + logits) / temperature)
@@ -437,6 +449,29 @@ def application(service: Service) -> Any:
         return service.submit(
             run, body["seq_id"], lambda: {"type": "save_weights", "path": service.save(run, "weights", body["path"])}
         )
+
+    @app.post("/api/v1/save_weights_external")
+    async def save_weights_external(body: dict[str, Any]) -> Any:
+        run = run_of(body["model_id"])
+        address = f"tinker://{run.id}/external_weights/{body['path']}"
+
+        def job() -> Any:
+            files = service.policy.export(run.adapters) | service.config.get("exported", {})
+            service.file(address).write_bytes(pickle.dumps({name: data for name, data in files.items() if data}))
+            return {"type": "save_weights_external", "path": address}
+
+        return service.submit(run, body["seq_id"], job)
+
+    @app.get("/api/v1/training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls")
+    async def external_weights_urls(run: str, name: str, request: Request) -> Any:
+        file = service.file(f"tinker://{run}/external_weights/{name}")
+        base = f"{request.base_url}test/files/{file.name}"
+        urls = {inner: f"{base}?name={quote(inner)}" for inner in pickle.loads(file.read_bytes())}
+        return {"urls": urls, "expires": (datetime.now(UTC) + timedelta(hours=1)).isoformat()}
+
+    @app.get("/test/files/{file}")
+    async def exported(file: str, name: str) -> Response:
+        return Response(pickle.loads((service.folder / file).read_bytes())[name])
 
     @app.post("/api/v1/save_weights_for_sampler")
     async def save_weights_for_sampler(body: dict[str, Any]) -> Any:

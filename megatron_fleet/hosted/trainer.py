@@ -30,6 +30,7 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.schema import AlgorithmConfig, Config
 from megatron_fleet.hosted.address import address
 from megatron_fleet.hosted.data import logprobs_of, to_service, untrained, weighted
+from megatron_fleet.hosted.export import export_adapters
 from megatron_fleet.hosted.losses import loss_of, trained_weights
 from megatron_fleet.hosted.passes import CROSS_ENTROPY, OnePass, one_pass
 from megatron_fleet.hosted.prices import Tokens, prices_of_run
@@ -113,13 +114,12 @@ class HostedTrainer:
 
     async def _open(self) -> None:
         with service_errors("Opening a session"):
-            # Clients wait for the service when they are made, or used first.
-            rest = await asyncio.to_thread(lambda: tinker.RestClient(base_url=address(self._hosted)))
+            rest = await self._rest()
             models = (await rest.get_server_capabilities()).supported_models
             run = self._config.run
             about = {"run": run.id or "", "name": run.name}
             self._service = service = tinker.ServiceClient(about, display_name=run.name, base_url=address(self._hosted))
-            await asyncio.to_thread(lambda: service.holder)
+            await asyncio.to_thread(lambda: service.holder)  # which waits for the service
         ServedModel(self._base_model, self._config.rollout.max_context).check(models)
         vocab_size = read_config(self._config.model.folder)["vocab_size"]
         self._info = TrainerInfo(vocab_size, self._config.policy.micro_batch_tokens)
@@ -156,6 +156,10 @@ class HostedTrainer:
             if not self._lost.done():
                 self._lost.set_result(lost)
             raise lost from error
+
+    async def _rest(self) -> tinker.RestClient:
+        # The constructor waits for the service.
+        return await asyncio.to_thread(lambda: tinker.RestClient(base_url=address(self._hosted)))
 
     async def _training(self) -> tinker.TrainingClient:
         """The client of the adapters, which are made when they are needed first: after `load_state`, they exist."""
@@ -314,14 +318,18 @@ class HostedTrainer:
     async def _delete(self, address_of_state: str) -> None:
         """Delete a saved state; one that is gone is fine."""
         with service_errors(f"Deleting {address_of_state}"):
-            rest = await asyncio.to_thread(lambda: tinker.RestClient(base_url=address(self._hosted)))
+            rest = await self._rest()
             with suppress(tinker.NotFoundError):
                 await rest.delete_checkpoint_from_tinker_path(address_of_state)
 
     async def export_hf(self, path: Path) -> None:
-        raise UserError(
-            "policy.trainer=hosted: cannot write a Hugging Face folder yet; set checkpoint.export.last=false."
-        )
+        """See `Trainer.export_hf`; the adapters, in peft's format."""
+        async with self._verb("Exporting the adapters"):
+            rest = await self._rest()
+            name = f"{self._config.run.id or 'run'}-hf-{secrets.token_hex(4)}"
+            async with self._order:
+                client = await self._training()
+            await export_adapters(client, rest, name, path, self._base_model)
 
     # Weights
 

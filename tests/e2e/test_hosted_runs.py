@@ -17,6 +17,7 @@ import pytest
 from tinker_service import BASE_MODEL, KEY, running
 from whole_runs import SMALL, Run, wait_for
 
+from megatron_fleet.hosted.spending import SPENT
 from megatron_fleet.hosted.states import SAVED, STATE
 
 pytest.importorskip("tinker")
@@ -62,6 +63,7 @@ def make_run(tmp_path, monkeypatch, service):
                 *("policy.optimizer.lr=0.6", "policy.optimizer.schedule=constant", "policy.optimizer.min_lr=0"),
                 *("rollout.thinking=false", "rollout.sampling.max_tokens_per_turn=32", "rollout.samples_per_prompt=16"),
                 *("rollout.engine.probe_interval=1", "algorithm.masked_outcomes=[]", "eval=none", f"run.steps={STEPS}"),
+                *(f"hosted.prices.{kind}=1" for kind in ("prefill", "cached_prefill", "sample", "train")),
                 *overrides,
             ),
         )
@@ -92,6 +94,8 @@ def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
     assert len(service.paths("optim_step")) == STEPS
     # The last weights of a batch are saved with its step; nothing is asked for twice.
     assert len(service.paths("save_weights_for_sampler")) == STEPS + 1
+    assert (whole.out / "hf" / "adapter_model.safetensors").stat().st_size > 0
+    check_cost(whole)
 
     halves = make_run("halves", f"run.steps={STEPS - 3}")
     halves.finish()
@@ -99,6 +103,18 @@ def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
     resumed = make_run("halves")
     resumed.finish()
     assert resumed.facts() == whole.facts()
+
+
+def check_cost(run: Run) -> None:
+    """Every token is counted, once for each price: those of the episodes, and those of the probe."""
+    rows, total = run.metrics(), json.loads((run.out / SPENT).read_text())
+    kinds = ("sampled", "prefill_cached", "prefill_uncached", "trained")
+    assert {kind: sum(row[f"tokens/{kind}"] for row in rows) for kind in kinds} == total
+    # The probe scores 4 sequences by a forward pass and by the sampler after each step, and the sampler at the start.
+    assert all(row["tokens/sampled"] == row["generate/action_tokens"] for row in rows)
+    assert all(row["tokens/trained"] > row["accounting/trained_tokens"] for row in rows)
+    assert rows[-1]["cost/cumulative_usd"] == pytest.approx(sum(total.values()) / 1e6)
+    assert json.loads((run.out / "summary.json").read_text())["cost_usd"] == rows[-1]["cost/cumulative_usd"]
 
 
 @pytest.mark.nightly(minutes=8)

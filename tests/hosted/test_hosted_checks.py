@@ -18,6 +18,9 @@ from megatron_fleet.preflight import checks
 HOSTED = ("experiment=quickstart", "trainer=hosted", f"hosted.base_model={BASE_MODEL}")
 REFUSED = {
     "policy.lora.rank=0": "trains adapters only; set policy.lora.rank",
+    "policy.lora.export=merged": "gives the adapters alone; set it to adapters",
+    "checkpoint.export.every=5": "checkpoints hold no weights; set it to 0",
+    "checkpoint.export.best=true": "checkpoints hold no weights; set it to false",
     "policy.lora.alpha=16": r"policy\.lora\.alpha=16 .* set it to 32\.",
     "rollout.sampling.temperature=0.8": r"temperature=0\.8 .* the service trains at temperature 1; set it to 1\.",
     "algorithm.entropy_coef=0.01": "the service returns no entropy; set it to 0",

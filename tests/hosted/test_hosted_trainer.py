@@ -191,6 +191,42 @@ async def test_an_update_and_its_weights_take_no_more_cycles_than_needed(
     assert made.count("forward_backward") == requests * cycles and made.count("save_weights_for_sampler") == 1
 
 
+async def test_adapters_are_exported_and_nothing_of_it_stays_at_the_service(make_config, service, tmp_path):
+    path = tmp_path / "out" / "hf"
+    async with opened(make_config()) as trainer:
+        await trainer.forward_backward(batch(), LossSpec.of(AlgorithmConfig()))
+        await trainer.optim_step(ADAM)
+        await trainer.export_hf(path)
+        assert service.ask("requests")["saved"] == []
+    assert {file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file()} == {
+        "adapter_config.json", "adapter_model.safetensors", "more/README.md"
+    }  # fmt: skip
+    assert np.frombuffer((path / "adapter_model.safetensors").read_bytes()).any()
+    assert json.loads((path / "adapter_config.json").read_text()) == {
+        "r": 32, "base_model_name_or_path": "test/tiny"
+    }  # fmt: skip
+
+
+EXPORTED = {
+    "no adapters": ({"adapter_model.safetensors": ""}, UserError, "has no adapter_model.safetensors"),
+    "a file outside": ({"../../outside": "x"}, TrainerLost, "names a file outside its folder"),
+}
+
+
+@pytest.mark.parametrize(
+    ("service", "error", "said"),
+    [(("--config", json.dumps({"exported": files})), error, said) for files, error, said in EXPORTED.values()],
+    ids=EXPORTED,
+    indirect=["service"],
+)
+async def test_an_export_that_is_none_leaves_nothing(make_config, service, error, said, tmp_path):
+    async with opened(make_config()) as trainer:
+        with pytest.raises(error, match=said):
+            await trainer.export_hf(tmp_path / "out" / "hf")
+        assert service.ask("requests")["saved"] == []
+    assert not (tmp_path / "out" / "hf").exists() and not (tmp_path / "outside").exists()
+
+
 async def test_a_sampler_that_starts_again_finds_a_session_that_is_gone(make_config, service):
     handles = []
 

@@ -86,7 +86,10 @@ def _what_the_service_does(c: Config) -> str | None:
         ("rollout.engine.routing_replay", c.rollout.engine.routing_replay, False, "the service tells no experts"),
         ("policy.fake_quant", c.policy.fake_quant, "none", "the service trains its own number format"),
         ("policy.gradient_metrics.every", c.policy.gradient_metrics.every, 0, "the service shows no gradients"),
+        ("policy.lora.export", c.policy.lora.export, "adapters", "the service gives the adapters alone"),
         ("checkpoint.export.check", c.checkpoint.export.check, False, "exports hold adapters alone"),
+        ("checkpoint.export.every", c.checkpoint.export.every, 0, "checkpoints hold no weights"),
+        ("checkpoint.export.best", c.checkpoint.export.best, False, "checkpoints hold no weights"),
     ):
         if value != only:
             said = f"{value:g}" if isinstance(value, float) else value
