@@ -149,10 +149,12 @@ class HostedTrainer:
         if self._lost.done():
             raise TrainerLost(str(self._lost.result()))
         try:
-            with service_errors(what):
-                yield
-        except (ServiceLost, TrainerLost) as error:
-            lost = TrainerLost(str(error))
+            async with asyncio.timeout(self._hosted.answer_timeout_s):
+                with service_errors(what):
+                    yield
+        except (ServiceLost, TrainerLost, TimeoutError) as error:
+            late = f"{what}: no answer in {self._hosted.answer_timeout_s:g} s (hosted.answer_timeout_s)"
+            lost = TrainerLost(late if isinstance(error, TimeoutError) else str(error))
             if not self._lost.done():
                 self._lost.set_result(lost)
             raise lost from error

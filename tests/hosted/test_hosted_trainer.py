@@ -387,6 +387,14 @@ async def test_an_update_that_is_not_finite_reaches_no_optimizer(make_config, se
         assert not (await update(trainer, batch(), algo))[1].skipped
 
 
+@pytest.mark.parametrize("service", [("--cycle-s", "3600")], indirect=True)
+async def test_an_answer_that_never_comes_is_a_lost_session(make_config, service):
+    async with opened(make_config("hosted.answer_timeout_s=1")) as trainer:
+        with pytest.raises(TrainerLost, match=r"A forward pass: no answer in 1 s \(hosted\.answer_timeout_s\)"):
+            await trainer.forward(batch())
+        assert "no answer" in str(await trainer.lost())
+
+
 async def test_a_service_that_is_down_does_not_keep_a_run_from_ending(make_config, service, monkeypatch):
     monkeypatch.setattr("megatron_fleet.hosted.trainer.CLOSE_S", 0.2)
     async with opened(make_config()) as trainer:

@@ -44,6 +44,12 @@ class HostedConfig(Section):
         "(docs/run/hosted.md). service: ppo_clip, cispo and importance_weighted are the service's ppo, cispo and "
         "importance_sampling, in one pass, whose ratio is over the sampler's policy.",
     )
+    answer_timeout_s: float = Field(
+        7200,
+        gt=0,
+        description="Seconds in which the service must answer a request of the trainer; after that its session counts "
+        "as lost, and the run resumes in a new one. The package itself waits an hour for unpaid bills.",
+    )
     prices: PricesConfig = PricesConfig()
     budget_usd: float | None = Field(
         None,
