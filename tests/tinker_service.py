@@ -1,8 +1,8 @@
 """A service that speaks Tinker's protocol to the unmodified package, for tests: sessions, training in the order of
 ``seq_id``, samplers, checkpoints, faults on demand. What is trained is a `Policy`: a bigram table with
-an adapter here.
+an adapter here, or, slow and real, the model of a folder (`lora_service_policy`).
 
-    python tests/tinker_service.py --folder FOLDER [--cycle-s 0.5]
+    python tests/tinker_service.py --folder FOLDER [--cycle-s 0.5] [--model FOLDER [--threads 2]]
 
 prints its address. Checkpoints survive in FOLDER when it is killed, nothing else does. Beside the protocol: ``GET
 /test/requests`` lists what was asked, ``POST /test/faults`` sets what the next requests of a path get.
@@ -24,6 +24,7 @@ import time
 import urllib.request
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -36,13 +37,20 @@ from fastapi import FastAPI, HTTPException, Request, Response
 
 KEY = "tml-test"
 BASE_MODEL = "test/tiny"
-CONTEXT = 4096
+SAMPLES = 256
+"""Requests for samples that are executed at once."""
 HOLD_S = 5.0
 """A request for an answer is held open for at most this long; the package waits 45 s."""
 
 
 class Policy(Protocol):
-    """Base model and adapters that the service trains. Per-token arrays have one entry for each target token."""
+    """Base model and adapters that the service trains. Per-token arrays have one entry for each target token.
+
+    Attributes:
+        context: tokens of the longest sequence.
+    """
+
+    context: int
 
     def make(self, rank: int, seed: int | None) -> Any:
         """New adapters."""
@@ -87,6 +95,8 @@ class Added:
 
 class Bigrams:
     """Each token's distribution depends on the token before it; adapters add the same to all of them."""
+
+    context = 4096
 
     def __init__(self, vocab_size: int = 1024) -> None:
         self._base = np.random.default_rng(7).normal(0, 0.3, (vocab_size, vocab_size))
@@ -292,6 +302,7 @@ def application(service: Service) -> Any:
 
     @asynccontextmanager
     async def working(app: Any) -> AsyncIterator[None]:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(SAMPLES))
         task = asyncio.create_task(service.work())
         yield
         task.cancel()
@@ -353,7 +364,8 @@ def application(service: Service) -> Any:
 
     @app.get("/api/v1/get_server_capabilities")
     async def capabilities() -> Any:
-        model = {"model_name": BASE_MODEL, "max_context_length": CONTEXT, "trainable": True, "sampleable": True}
+        context = service.policy.context
+        model = {"model_name": BASE_MODEL, "max_context_length": context, "trainable": True, "sampleable": True}
         return {"supported_models": [model]}
 
     @app.post("/api/v1/telemetry")
@@ -520,8 +532,8 @@ def application(service: Service) -> Any:
         if sampler not in service.samplers:
             raise HTTPException(404, f"no sampler {sampler}")
         prompt = [token for chunk in body["prompt"]["chunks"] for token in chunk["tokens"]]
-        if len(prompt) + wanted["max_tokens"] > CONTEXT:
-            raise HTTPException(400, f"{len(prompt)} + {wanted['max_tokens']} tokens are more than {CONTEXT}")
+        if len(prompt) + wanted["max_tokens"] > (context := service.policy.context):
+            raise HTTPException(400, f"{len(prompt)} + {wanted['max_tokens']} tokens are more than {context}")
         name, weights = f"{sampler}:{number}", service.samplers[sampler]
 
         def job() -> Any:
@@ -615,21 +627,33 @@ def running(folder: Path, *options: str) -> Iterator[Client]:
         client.kill()
 
 
-def main() -> None:
+async def serve(args: argparse.Namespace) -> None:
     import uvicorn
 
+    bound = socket.create_server(("127.0.0.1", args.port), reuse_port=False)
+    with os.fdopen(os.dup(1), "w") as output:  # an engine takes stdout
+        policy: Policy = Bigrams()
+        if args.model is not None:
+            from lora_service_policy import LoraPolicy
+
+            policy = await LoraPolicy.start(args.model, args.folder.parent, args.threads)
+        print(bound.getsockname()[1], file=output, flush=True)
+    service = Service(policy, args.folder, args.cycle_s, args.config)
+    config = uvicorn.Config(application(service), log_level="warning", timeout_keep_alive=75)
+    await uvicorn.Server(config).serve(sockets=[bound])
+
+
+def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--cycle-s", type=float, default=0.0)
     parser.add_argument("--config", type=json.loads, default={})
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    bound = socket.create_server(("127.0.0.1", args.port), reuse_port=False)
-    service = Service(Bigrams(), args.folder, args.cycle_s, args.config)
-    print(bound.getsockname()[1], flush=True)
     os.environ.pop("PYTHONPATH", None)
-    config = uvicorn.Config(application(service), log_level="warning", timeout_keep_alive=75)
-    uvicorn.Server(config).run(sockets=[bound])
+    asyncio.run(serve(args))
 
 
 if __name__ == "__main__":

@@ -57,4 +57,4 @@ def differentiated(algo: AlgorithmConfig, tokens: TrainedTokens) -> Loss:
     )
     value.backward()
     gradient = np.zeros(len(tokens.logprobs)) if logprobs.grad is None else logprobs.grad.double().numpy()
-    return Loss(float(value), gradient, {name: float(total) for name, total in sums.items() if name != "entropy"})
+    return Loss(value.item(), gradient, {name: float(total) for name, total in sums.items() if name != "entropy"})

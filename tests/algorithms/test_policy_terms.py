@@ -146,6 +146,13 @@ def test_the_default_bounds_are_the_losses_own(name):
     assert explicit != tighter
 
 
+def test_the_bounds_of_an_own_loss_are_those_of_the_configuration():
+    bounded = AlgorithmConfig(loss="mine:loss", clip_low=0.1, clip_high=0.3)
+    assert bounded.ratio_bounds == (0.9, 1.3)
+    with pytest.raises(UserError, match=r"mine:loss asks for the bounds of ratios; set algorithm\.clip_low and"):
+        _ = AlgorithmConfig(loss="mine:loss", clip_high=0.3).ratio_bounds
+
+
 @pytest.mark.parametrize("single_forward", [True, False])
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_first_on_policy_update_is_reinforce(name, single_forward):

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.names import NameOrPath, is_path
 from megatron_fleet.config.sections.base import Rule, Section
 
@@ -132,11 +133,19 @@ class AlgorithmConfig(Section):
 
     @property
     def ratio_bounds(self) -> tuple[float, float]:
-        """Smallest and largest ratio: 1 − clip_low and 1 + clip_high, with the defaults of ``loss``, which clips."""
-        low, high = CLIP_BOUNDS[self.loss]
-        return 1 - (low if self.clip_low is None else self.clip_low), 1 + (
-            high if self.clip_high is None else self.clip_high
-        )
+        """Smallest and largest ratio: 1 − clip_low and 1 + clip_high, with the defaults of ``loss``, which clips.
+
+        Raises:
+            UserError: ``loss`` is the user's own, which has no defaults, and they are not set.
+        """
+        defaults = CLIP_BOUNDS.get(self.loss, (self.clip_low, self.clip_high))
+        low, high = (d if v is None else v for d, v in zip(defaults, (self.clip_low, self.clip_high), strict=True))
+        if low is None or high is None:
+            raise UserError(
+                f"algorithm.loss={self.loss} asks for the bounds of ratios; set algorithm.clip_low and "
+                f"algorithm.clip_high."
+            )
+        return 1 - low, 1 + high
 
 
 def _loss(c: Config) -> str | None:
