@@ -124,6 +124,12 @@ class LoraPolicy:
             self._on_rank(lambda: loaded.policy.load_state(Path(folder)))
         return loaded
 
+    def export(self, adapters: Trained) -> dict[str, bytes]:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder, "adapters")
+            self._on_rank(lambda: adapters.policy.export_hf(path))
+            return {file.name: file.read_bytes() for file in path.iterdir()}
+
     def _on_rank(self, verb: Callable[[], Any]) -> Any:
         """Megatron's groups, and torch's settings of a thread, belong to one thread."""
         return self._rank.submit(verb).result()
@@ -136,7 +142,7 @@ class LoraPolicy:
         from megatron_fleet.weight_sync.registry import make_sender
 
         c, (rank, seed) = self._config, shape
-        lora = c.policy.lora.model_copy(update={"rank": rank, "alpha": 32.0})
+        lora = c.policy.lora.model_copy(update={"rank": rank, "alpha": 32.0, "export": "adapters"})
         update = {
             "policy": c.policy.model_copy(update={"lora": lora}),
             "run": c.run.model_copy(update={"seed": seed}),

@@ -59,7 +59,7 @@ def test_commands_are_those_of_the_parser():
 def test_diagrams_are_as_drawn():
     diagrams = importlib.import_module("diagrams")
     drawn = {DOCS / f"{name}.svg": diagrams.draw(diagram) for name, diagram in diagrams.DIAGRAMS.items()}
-    charts = {DOCS / "learn" / "quickstart.svg", DOCS / "understand" / "mixture.svg"}  # of measurements
+    charts = {DOCS / name for name in ("learn/quickstart.svg", "run/hosted.svg", "understand/mixture.svg")}  # measured
     charts.update((DOCS / "understand").glob("gpu-*.svg"))
     # Of computed memory and time, see tests/cluster.
     charts |= {DOCS / "understand" / "memory.svg", DOCS / "run" / "planning.svg"}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 from tinker_service import BASE_MODEL, KEY, running
 from whole_runs import Run
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 COMMON = (
-    *("policy.lora.rank=8", "policy.lora.alpha=32", "policy.optimizer.lr=3e-3", "checkpoint.export.last=false"),
+    *("policy.lora.rank=8", "policy.lora.alpha=32", "policy.optimizer.lr=3e-3", "policy.lora.export=adapters"),
     *("rollout.sampling.temperature=1", "algorithm.entropy_coef=0"),
 )
 NOT_RETURNED = {"policy/policy_entropy"}
@@ -90,6 +91,11 @@ def assert_equal(native: Run, hosted: Run, metrics: dict[str, float], logprobs: 
         assert ours.keys() - theirs.keys() <= NOT_RETURNED
         for key, value in theirs.items():
             assert value == pytest.approx(ours[key], rel=0, abs=metrics.get(key, 0)), key
+    exported, theirs = (
+        safetensors.numpy.load_file(run.out / "hf" / "adapter_model.safetensors") for run in (native, hosted)
+    )
+    assert exported.keys() == theirs.keys() and any(values.any() for values in exported.values())
+    assert all(np.allclose(values, theirs[name], rtol=0, atol=logprobs) for name, values in exported.items())
     assert len({row["policy/grad_norm"] for row in native.metrics()[1:]}) == 3
 
 
