@@ -117,6 +117,20 @@ def check_cost(run: Run) -> None:
     assert json.loads((run.out / "summary.json").read_text())["cost_usd"] == rows[-1]["cost/cumulative_usd"]
 
 
+def test_episodes_are_played_ahead_of_the_weights(make_run, service):
+    """A killed run goes on with the episodes that were complete at its checkpoint."""
+    run = make_run("ahead", "rollout.max_staleness=2", "algorithm=importance_weighted", "checkpoint.interval=2")
+    process = run.start()
+    wait_for(lambda: (run.out / "metrics.jsonl").exists() and len(run.metrics()) >= 3, process)
+    process.kill()
+    process.communicate()
+    run.finish()
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert 0 < max(row["async/staleness_max"] for row in rows) <= 2
+    assert_all_states_are_known(run, service)
+
+
 @pytest.mark.nightly(minutes=8)
 def test_a_run_is_the_same_whatever_dies(make_run, service):
     """The controller, the sampler's process or the service, at random moments."""

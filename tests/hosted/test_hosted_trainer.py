@@ -98,11 +98,11 @@ async def test_updates_equal_those_of_our_formulas(make_config, settings, severa
                 trainer.forward_backward(data, LossSpec.of(algo)), trainer.optim_step(ADAM)
             )
             found = expected.backward(algo, data)
-            assert report.loss == pytest.approx(found.value, rel=1e-5)
+            assert report.loss == pytest.approx(found.value, rel=1e-6)
             assert report.metrics == pytest.approx(found.sums, rel=1e-4, abs=1e-5)
-            assert step.grad_norm == pytest.approx(expected.step(ADAM), rel=1e-5)
+            assert step.grad_norm == pytest.approx(expected.step(ADAM), rel=1e-6)
         for one, two in zip(await trainer.forward(data), expected.logprobs(data), strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
 
 
 OWN = """
@@ -154,9 +154,9 @@ async def test_formulas_of_the_service_take_the_ratio_to_the_sampler(make_config
             report, _ = await update(trainer, data, algo)
             found = expected.backward(algo, with_logprobs(data, "proximal", [d.behaviour_logprobs for d in data]))
             expected.step(ADAM)
-            assert report.loss == pytest.approx(found.value, rel=1e-5)
+            assert report.loss == pytest.approx(found.value, rel=1e-6)
         for one, two in zip(await trainer.forward(data), expected.logprobs(data), strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
     kinds = [r["type"] for r in service.ask("requests")["requests"] if r["path"] == "retrieve_future"]
     assert kinds.count("ForwardBackward") == 2 and kinds.count("Forward") == 1, "one pass for each update"
 
@@ -325,7 +325,7 @@ async def test_what_may_pass_is_waited_for_and_nothing_is_done_twice(make_config
             expected.backward(algo, data)
             expected.step(ADAM)
         for one, two in zip(await trainer.forward(data), expected.logprobs(data), strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
 
 
 LOST = {
