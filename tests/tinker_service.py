@@ -462,6 +462,17 @@ def application(service: Service) -> Any:
             run, body["seq_id"], lambda: {"type": "save_weights", "path": service.save(run, "weights", body["path"])}
         )
 
+    @app.get("/api/v1/training_runs/{run}/checkpoints")
+    async def list_checkpoints(run: str) -> Any:
+        kinds = {"weights": "training", "external_weights": "external"}
+        found = []
+        for address in service.saved():
+            of, kind, name = address.removeprefix("tinker://").split("/")
+            if of == run:
+                about = {"checkpoint_id": f"{kind}/{name}", "checkpoint_type": kinds[kind], "tinker_path": address}
+                found.append(about | {"time": datetime.now(UTC).isoformat()})
+        return {"checkpoints": found}
+
     @app.post("/api/v1/save_weights_external")
     async def save_weights_external(body: dict[str, Any]) -> Any:
         run = run_of(body["model_id"])

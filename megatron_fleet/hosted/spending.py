@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from megatron_fleet.config.files import read_object
@@ -13,12 +13,15 @@ from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import BudgetSpent
 
 SPENT = "hosted_tokens.json"
-"""File of ``run.out`` with the tokens billed so far. It is not part of a checkpoint: what was computed again was paid
-again."""
+"""File of ``run.out`` with the tokens billed so far. A checkpoint does not set them back: what was computed again was
+paid again."""
 
 
 class Spending:
     """`trainer.base.Spending` of one run. Metrics have the names of Thinking Machines' cookbook.
+
+    Attributes:
+        tokens: all so far.
 
     Not counted: requests whose answer was lost, and, if the controller is killed, what was sampled since the last step.
     """
@@ -31,17 +34,23 @@ class Spending:
             budget_usd: ``None``: no limit.
         """
         self._file, self.prices, self._budget = file, prices, budget_usd
-        self._all = Tokens(**read_object(file, "remove it")) if file.exists() else Tokens()
+        self.tokens = Tokens(**read_object(file, "remove it")) if file.exists() else Tokens()
         self._step = Tokens()
 
     @property
     def usd(self) -> float | None:
-        return None if self.prices is None else self.prices.usd(self._all)
+        return None if self.prices is None else self.prices.usd(self.tokens)
 
     def add(self, tokens: Tokens) -> None:
         """Count tokens, and write the new totals."""
-        self._step, self._all = self._step + tokens, self._all + tokens
-        write_atomically(self._file, json.dumps(asdict(self._all)).encode())
+        self._step, self.tokens = self._step + tokens, self.tokens + tokens
+        write_atomically(self._file, json.dumps(asdict(self.tokens)).encode())
+
+    def at_least(self, tokens: Tokens) -> None:
+        """Set totals that are smaller to ``tokens``, which another machine had counted."""
+        more = (max(0, getattr(tokens, f.name) - getattr(self.tokens, f.name)) for f in fields(Tokens))
+        self.tokens += Tokens(*more)
+        write_atomically(self._file, json.dumps(asdict(self.tokens)).encode())
 
     def record(self, engines: Mapping[str, float]) -> dict[str, float]:
         """See `trainer.base.Spending.record`."""
@@ -49,9 +58,9 @@ class Spending:
         self.add(Tokens(*map(int, counts)))
         step, self._step = self._step, Tokens()
         found = {f"tokens/{name}": float(number) for name, number in asdict(step).items()}
-        found |= {f"tokens/cumulative/{name}": float(number) for name, number in asdict(self._all).items()}
+        found |= {f"tokens/cumulative/{name}": float(number) for name, number in asdict(self.tokens).items()}
         if self.prices is not None:
-            found |= {"cost/step_usd": self.prices.usd(step), "cost/cumulative_usd": self.prices.usd(self._all)}
+            found |= {"cost/step_usd": self.prices.usd(step), "cost/cumulative_usd": self.prices.usd(self.tokens)}
         return found
 
     def check(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ STATE = "hosted.json"
 """File of a checkpoint with the address of the state at the service."""
 SAVED = "hosted_states.txt"
 """File of ``run.out`` with the addresses of all states at the service, one a line, oldest first."""
+_STEP = re.compile(r"(\d+)-[0-9a-f]{8}$")
+"""End of a state's name: the step of its checkpoint, and what is of this attempt to save it alone."""
 
 
 class States:
@@ -26,20 +29,22 @@ class States:
         """Addresses, oldest first."""
         return self._file.read_text(encoding="utf-8").split() if self._file.exists() else []
 
-    def add(self, address: str) -> None:
-        """Record a state."""
+    def add(self, *addresses: str) -> None:
+        """Record states."""
         saved = self.saved()
-        if address not in saved:
-            self._write([*saved, address])
+        if not set(addresses) <= set(saved):
+            self._write([*dict.fromkeys([*saved, *addresses])])
 
     async def clear(self) -> None:
         """Delete the states that no checkpoint here refers to. Those of checkpoints in a store stay: of the newest
-        ``checkpoint.store.keep``, all without a limit.
+        ``checkpoint.store.keep`` steps and one more, since a new checkpoint is uploaded later; all without a limit.
         """
         saved = self.saved()
         needed = {read_object(file, "remove it")["path"] for file in self._checkpoints.glob(f"*/{STATE}")}
         if self._store.url is not None:
-            needed.update(saved[-self._store.keep :] if self._store.keep else saved)
+            steps = sorted({_step(address) for address in saved}, reverse=True)
+            kept = steps[: self._store.keep + 1] if self._store.keep else steps
+            needed.update(address for address in saved if _step(address) in kept)
         for address in [*saved[:-1]]:
             if address not in needed:
                 await self._delete(address)
@@ -48,3 +53,9 @@ class States:
 
     def _write(self, addresses: list[str]) -> None:
         write_atomically(self._file, "".join(f"{address}\n" for address in addresses).encode())
+
+
+def _step(address: str) -> int:
+    """Step in the name of a state; −1 of another name."""
+    found = _STEP.search(address)
+    return int(found[1]) if found else -1

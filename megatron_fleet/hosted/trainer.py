@@ -14,7 +14,7 @@ import math
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -63,7 +63,7 @@ class HostedTrainer:
         self._config, self._hosted = config, config.hosted
         base_model = self._hosted.model(config.model.path)
         assert base_model is not None, "the configuration's rules see to it"
-        self._base_model = base_model
+        self._base_model, self._run = base_model, config.run.id or "run"
         where = "The same command resumes from the newest checkpoint."
         self._restarts = Restarts("the session at the service", where, config.cluster.max_restarts)
         self._states = States(Path(config.run.out), config.checkpoint.store, self._delete)
@@ -117,7 +117,7 @@ class HostedTrainer:
             rest = await self._rest()
             models = (await rest.get_server_capabilities()).supported_models
             run = self._config.run
-            about = {"run": run.id or "", "name": run.name}
+            about = {"run": self._run, "name": run.name}
             self._service = service = tinker.ServiceClient(about, display_name=run.name, base_url=address(self._hosted))
             await asyncio.to_thread(lambda: service.holder)  # which waits for the service
         ServedModel(self._base_model, self._config.rollout.max_context).check(models)
@@ -277,7 +277,7 @@ class HostedTrainer:
     async def save_state(self, path: Path) -> Files:
         """Save weights and optimizer at the service, and their address in ``path``."""
         # A name of its own for each attempt: the service refuses, or keeps waiting for, one that exists.
-        name = f"{self._config.run.id or 'run'}-{path.name.strip('.').partition('.')[0]}-{secrets.token_hex(4)}"
+        name = f"{self._run}-{path.name.strip('.').partition('.')[0]}-{secrets.token_hex(4)}"
         async with self._verb("Saving the state"):
             client = await self._training()
         # Before it exists, so that one whose answer never comes is not forgotten.
@@ -287,7 +287,14 @@ class HostedTrainer:
                 saving = client.save_state(name)
             saved = (await saving).path
         self._states.add(saved)
-        state = {"path": saved, "base_model": self._base_model, "rank": self._config.policy.lora.rank}
+        state = {
+            "path": saved,
+            "base_model": self._base_model,
+            "rank": self._config.policy.lora.rank,
+            # For a machine that has the checkpoint alone.
+            "saved": self._states.saved(),
+            "tokens": asdict(self.spending.tokens),
+        }
         write_atomically(path / STATE, json.dumps(state, indent=1).encode())
         with suppress(ServiceLost, UserError):
             await self._states.clear()
@@ -315,7 +322,17 @@ class HostedTrainer:
                     f"{path}: the service has no state {state['path']} any more; resume from another checkpoint."
                 ) from error
         self._sampler = None
-        self._states.add(state["path"])
+        self._states.add(*state.get("saved", []), state["path"], *await self._saved_by(state["path"]))
+        self.spending.at_least(Tokens(**state.get("tokens", {})))
+
+    async def _saved_by(self, address_of_state: str) -> list[str]:
+        """This run's states that were saved by the session of a state, also those that nobody has recorded here."""
+        training_run = address_of_state.removeprefix("tinker://").partition("/")[0]
+        with suppress(UserError, ServiceLost), service_errors("Listing saved states"):
+            checkpoints = (await (await self._rest()).list_checkpoints(training_run)).checkpoints
+            names = (found.tinker_path for found in checkpoints if found.checkpoint_type == "training")
+            return [path for path in names if path.rpartition("/")[2].startswith(f"{self._run}-")]
+        return []
 
     async def _delete(self, address_of_state: str) -> None:
         """Delete a saved state; one that is gone is fine."""
@@ -328,7 +345,7 @@ class HostedTrainer:
         """See `Trainer.export_hf`; the adapters, in peft's format."""
         async with self._verb("Exporting the adapters"):
             rest = await self._rest()
-            name = f"{self._config.run.id or 'run'}-hf-{secrets.token_hex(4)}"
+            name = f"{self._run}-hf-{secrets.token_hex(4)}"
             async with self._order:
                 client = await self._training()
             await export_adapters(client, rest, name, path, self._base_model)

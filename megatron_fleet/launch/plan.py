@@ -15,6 +15,7 @@ from megatron_fleet.config.files import read_object
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config, LaunchConfig
 from megatron_fleet.config.secrets import SLACK_TOKEN, STORE, WANDB_KEY, without_secrets
+from megatron_fleet.config.sections.hosted import HOSTED
 from megatron_fleet.launch.job import ROOT, Job, Run, hosts_of
 from megatron_fleet.storage.run_folder import IDENTITY, new_id
 
@@ -148,6 +149,11 @@ def _check_launch(config: Config) -> None:
         raise UserError(
             "run.resume=never: a restarted job would discard its earlier training; choose a new run.out "
             "and run.id instead."
+        )
+    if config.policy.trainer == HOSTED and launch.kind != "local":
+        raise UserError(
+            f"launch.kind={launch.kind} with policy.trainer={HOSTED}: these hosts are paid for their GPUs, which the "
+            f"run would not use; start it with mfleet train on any machine (docs/run/hosted.md)."
         )
     if world % hosts:
         raise UserError(

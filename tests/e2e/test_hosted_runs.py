@@ -75,11 +75,12 @@ def rewards(run: Run) -> list[float]:
     return [row["reward/avg_raw_reward"] for row in run.metrics()]
 
 
-def assert_all_states_are_known(run: Run, service) -> None:
-    """The service holds the states of the checkpoints that are kept, and no other."""
-    kept = [json.loads(file.read_text())["path"] for file in (run.out / "checkpoints").glob(f"*/{STATE}")]
-    assert sorted(kept) == service.ask("requests")["saved"]
-    assert sorted((run.out / SAVED).read_text().split()) == sorted(kept)
+def assert_all_states_are_known(service, *runs: Run) -> None:
+    """The service holds the states of the checkpoints that these runs keep, and no other."""
+    kept = {run: [json.loads(f.read_text())["path"] for f in run.out.glob(f"checkpoints/*/{STATE}")] for run in runs}
+    assert sorted(path for paths in kept.values() for path in paths) == service.ask("requests")["saved"]
+    for run, paths in kept.items():
+        assert sorted((run.out / SAVED).read_text().split()) == sorted(paths)
 
 
 def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
@@ -90,7 +91,7 @@ def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
     assert np.mean(found[-2:]) > np.mean(found[:2]) + 0.1, found
     rows = whole.metrics()
     assert all(row["policy/probe_difference"] < 1e-6 and row["policy/mismatch_kl"] < 1e-9 for row in rows)
-    assert_all_states_are_known(whole, service)
+    assert_all_states_are_known(service, whole)
     assert len(service.paths("optim_step")) == STEPS
     # The last weights of a batch are saved with its step; nothing is asked for twice.
     assert len(service.paths("save_weights_for_sampler")) == STEPS + 1
@@ -128,34 +129,33 @@ def test_episodes_are_played_ahead_of_the_weights(make_run, service):
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert 0 < max(row["async/staleness_max"] for row in rows) <= 2
-    assert_all_states_are_known(run, service)
+    assert_all_states_are_known(service, run)
 
 
-@pytest.mark.nightly(minutes=8)
+def without_attempts(run: Run) -> list[dict[str, float]]:
+    """Its metrics but for the number of episodes that were lost with a sampler and played again."""
+    return [{k: v for k, v in row.items() if not k.startswith("accounting/attempts_")} for row in run.facts()]
+
+
+@pytest.mark.nightly(minutes=3)
 def test_a_run_is_the_same_whatever_dies(make_run, service):
     """The controller, the sampler's process or the service, at random moments."""
-    whole = make_run("whole")
     began = time.monotonic()
-    whole.finish()
-    seconds = time.monotonic() - began
-    rng = random.Random(0)
-    left = KILLS
-    run = make_run("killed")
-    while not ((run.out / "metrics.jsonl").exists() and len(run.metrics()) == STEPS):
+    (whole := make_run("whole")).finish()
+    seconds, rng, runs = time.monotonic() - began, random.Random(0), [whole]
+    for number in range(KILLS):
+        run, victim = make_run(f"killed-{number}"), ("controller", "sampler", "service")[number % 3]
         process = run.start()
-        wait_for(run.out / "logs" / "engine-0.log", process)
-        threads = []
-        if left:
-            left -= 1
-            victim, after = ("controller", "sampler", "service")[left % 3], rng.uniform(0.2, 0.8) * seconds
-            threads.append(threading.Timer(after, kill, (victim, process, run, service)))
-            threads[0].start()
-        process.communicate(timeout=1800)
-        for thread in threads:
-            thread.cancel()
-            thread.join()
-    assert run.facts() == whole.facts()
-    run.assert_nothing_left()
+        killer = threading.Timer(rng.uniform(0.1, 0.9) * seconds, kill, (victim, process, run, service))
+        killer.start()
+        output = process.communicate(timeout=1800)[0]
+        killer.join()
+        assert (process.returncode == -signal.SIGKILL) == (victim == "controller"), output + run.logs()
+        run.finish()
+        assert without_attempts(run) == without_attempts(whole), (number, victim)
+        run.assert_nothing_left()
+        runs.append(run)
+    assert_all_states_are_known(service, *runs)
 
 
 def kill(victim: str, process, run: Run, service) -> None:

@@ -29,7 +29,7 @@ def service(tmp_path, request) -> Iterator[Client]:
 def make_config(tmp_path, service):
     """Configuration of a hosted run; arguments are overrides."""
 
-    (tmp_path / "out").mkdir()
+    (tmp_path / "out").mkdir(exist_ok=True)
 
     def made(*overrides: str) -> Config:
         return load(

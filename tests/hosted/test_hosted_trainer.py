@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -16,6 +17,7 @@ from tinker_service import Bigrams
 from megatron_fleet.algorithms.explicit_losses import TrainedTokens, explicit_loss
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import AlgorithmConfig
+from megatron_fleet.hosted.prices import Tokens
 from megatron_fleet.hosted.states import SAVED, STATE
 from megatron_fleet.hosted.trainer import HostedTrainer
 from megatron_fleet.loop.update import with_logprobs
@@ -287,6 +289,39 @@ async def test_states_that_no_checkpoint_needs_are_deleted(make_config, tmp_path
         (out / "step_1" / STATE).unlink()
         await trainer.load_state(out / "step_3")
     assert service.ask("requests")["saved"] == kept, "the store may have it"
+
+
+async def test_states_of_a_stores_newest_checkpoints_stay(make_config, tmp_path, service):
+    """One step more than the store keeps, whose newest may not be uploaded yet; attempts at a step are one."""
+    out = tmp_path / "out" / "checkpoints"
+    async with opened(make_config(f"checkpoint.store.url={tmp_path / 'store'}", "checkpoint.store.keep=1")) as trainer:
+        for step in (1, 2, 2, 3, 10, 10):
+            (out / f"step_{step}").mkdir(parents=True, exist_ok=True)
+            await trainer.save_state(out / f"step_{step}")
+            (out / f"step_{step}" / STATE).unlink()  # nothing here needs it
+        names = [path.rpartition("/")[2].rpartition("-")[0] for path in service.ask("requests")["saved"]]
+        assert sorted(names) == ["run-step_10", "run-step_10", "run-step_3"]
+
+
+async def test_a_machine_that_has_the_checkpoint_alone_knows_all_states_and_costs(make_config, tmp_path, service):
+    out = tmp_path / "out"
+    async with opened(make_config()) as trainer:
+        await trainer.forward(batch())
+        for step in range(3):
+            (out / "checkpoints" / f"step_{step}").mkdir(parents=True)
+            await trainer.save_state(out / "checkpoints" / f"step_{step}")
+        spent = trainer.spending.tokens
+    shutil.move(out, tmp_path / "elsewhere")
+    (out / "checkpoints").mkdir(parents=True)
+    shutil.copytree(tmp_path / "elsewhere" / "checkpoints" / "step_1", out / "checkpoints" / "step_1")
+    service.restart()
+    async with opened(make_config()) as trainer:
+        await trainer.load_state(out / "checkpoints" / "step_1")
+        assert sorted((out / SAVED).read_text().split()) == service.ask("requests")["saved"]
+        assert trainer.spending.tokens == spent != Tokens()
+        (out / "checkpoints" / "step_2").mkdir()
+        await trainer.save_state(out / "checkpoints" / "step_2")
+    assert len(service.ask("requests")["saved"]) == 2, "that of step 2 whose checkpoint is lost is deleted, too"
 
 
 async def test_a_state_of_another_model_is_refused(make_config, tmp_path, service):
