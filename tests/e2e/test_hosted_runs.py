@@ -14,11 +14,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gcs_server import GCS_BUCKET, found_by_google
 from tinker_service import BASE_MODEL, KEY, running
 from whole_runs import SMALL, Run, wait_for
 
 from megatron_fleet.hosted.spending import SPENT
 from megatron_fleet.hosted.states import SAVED, STATE
+from megatron_fleet.storage.open import open_folder
 
 pytest.importorskip("tinker")
 
@@ -156,6 +158,28 @@ def test_a_run_is_the_same_whatever_dies(make_run, service):
         run.assert_nothing_left()
         runs.append(run)
     assert_all_states_are_known(service, *runs)
+
+
+@pytest.mark.nightly(minutes=1)
+def test_a_killed_run_goes_on_from_its_bucket_elsewhere(make_run, service):
+    """Its folder is lost; the states at the service, and what they have cost, are known from the checkpoint."""
+    (whole := make_run("whole")).finish()
+    with found_by_google():
+        bucket = open_folder(f"gs://{GCS_BUCKET}")
+        run = make_run("killed", "run.id=killed", f"checkpoint.store.url=gs://{GCS_BUCKET}/runs")
+        process = run.start()
+        wait_for(lambda: any(name.endswith("killed/global_step_3/manifest.json") for name in bucket.sizes()), process)
+        process.kill()
+        process.communicate()
+        shutil.rmtree(run.out)
+        run.finish()
+    assert run.facts() == whole.facts()
+    check_cost(whole)
+    spent, of_whole = (json.loads((r.out / SPENT).read_text()) for r in (run, whole))
+    assert spent["trained"] >= of_whole["trained"]
+    assert spent["sampled"] >= of_whole["sampled"] * (1 - 2 / STEPS)  # of the steps at the kill nobody knows
+    of_this_run = [path for path in service.ask("requests")["saved"] if "/killed-" in path]
+    assert sorted((run.out / SAVED).read_text().split()) == of_this_run
 
 
 def kill(victim: str, process, run: Run, service) -> None:
