@@ -39,9 +39,15 @@ async def export_adapters(
         base_model: the adapters are of this model; written into their configuration if it names none.
 
     Raises:
-        UserError: the service wrote no adapters in peft's format.
+        UserError: the service writes no adapters, or none in peft's format.
     """
-    exported = (await client.save_weights_external(name, ttl_seconds=LIFE_S)).path
+    try:
+        exported = (await client.save_weights_external(name, ttl_seconds=LIFE_S)).path
+    except tinker.NotFoundError as error:
+        raise UserError(
+            f"checkpoint.export.last: the service exports no adapters ({error.message}); set it to false. The run is "
+            f"saved."
+        ) from error
     try:
         partial = begin_folder(path)
         await download(rest, exported, partial)
