@@ -212,7 +212,7 @@ async def test_adapters_are_exported_and_nothing_of_it_stays_at_the_service(make
 async def test_a_service_without_exports_is_no_lost_session(make_config, service, tmp_path):
     service.fail("save_weights_external", 404)
     async with opened(make_config()) as trainer:
-        with pytest.raises(UserError, match="the service exports no adapters .*; set it to false. The run is saved"):
+        with pytest.raises(UserError, match=r"the service exports no adapters .*; set it to false\. The run is saved"):
             await trainer.export_hf(tmp_path / "out" / "hf")
 
 
