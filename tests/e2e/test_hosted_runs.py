@@ -79,10 +79,12 @@ def rewards(run: Run) -> list[float]:
 
 def assert_all_states_are_known(service, *runs: Run) -> None:
     """The service holds the states of the checkpoints that these runs keep, and no other."""
-    kept = {run: [json.loads(f.read_text())["path"] for f in run.out.glob(f"checkpoints/*/{STATE}")] for run in runs}
-    assert sorted(path for paths in kept.values() for path in paths) == service.ask("requests")["saved"]
-    for run, paths in kept.items():
-        assert sorted((run.out / SAVED).read_text().split()) == sorted(paths)
+    every = []
+    for run in runs:
+        kept = [json.loads(file.read_text())["path"] for file in (run.out / "checkpoints").glob(f"*/{STATE}")]
+        assert sorted((run.out / SAVED).read_text().split()) == sorted(kept)
+        every += kept
+    assert sorted(every) == service.ask("requests")["saved"]
 
 
 def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
