@@ -83,6 +83,11 @@ def test_what_is_not_known_is_said(capsys):
     assert "run: " not in text.partition("tokens")[2] and "eval.tasks=null) are left out" in text
 
 
+def test_episodes_that_wait_for_others_take_longer():
+    alone, waiting = plan(), plan("rollout.episodes_in_flight=16")
+    assert waiting.play_s == 4 * alone.play_s == 4 * plan("rollout.episodes_in_flight=256").play_s
+
+
 @pytest.mark.parametrize("flag", ["--gpu=H100", "--search=8", "--simulate", "--price=2", "--gpu-memory=80"])
 def test_flags_about_gpus_are_refused(capsys, flag):
     assert cli.main(["plan", *RUN, flag]) == 2
