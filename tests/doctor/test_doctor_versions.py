@@ -1,6 +1,7 @@
 """Installed packages against the locks, and the page of versions."""
 
 import os
+import sys
 
 import pytest
 
@@ -10,10 +11,10 @@ from megatron_fleet.cluster.inventory import Host
 from megatron_fleet.config.load import ROOT
 from megatron_fleet.doctor import versions
 from megatron_fleet.doctor.probe import ProbeContext
-from megatron_fleet.doctor.versions import CPU, EPISODE, GPU, differences, pins
+from megatron_fleet.doctor.versions import CPU, EPISODE, GPU, HOSTED, differences, pins
 
 
-@pytest.mark.parametrize("files", [CPU, GPU, EPISODE])
+@pytest.mark.parametrize("files", [CPU, GPU, EPISODE, HOSTED])
 def test_an_environment_of_its_lock_has_no_differences(files):
     there = pins(*files)
     assert len(there) > 50 and differences(there, files) == []
@@ -34,6 +35,13 @@ def test_the_probe_names_them(monkeypatch, episode_python):
     result = versions.packages(here)
     assert result.status == "failed" and "engine: ray " in result.detail and ", not 0.2" in result.detail
     assert "episode: ray " in result.detail and result.fix.startswith("run ./setup.sh again")
+
+
+def test_the_environment_of_hosted_runs_is_compared_with_its_own_lock(monkeypatch):
+    monkeypatch.setattr(sys, "prefix", "/somewhere/.venv/hosted")
+    result = versions.packages(ProbeContext(None, os.environ, Host("here")))
+    assert result.status == "failed" and "engine: " not in result.detail  # this one has other packages
+    assert result.fix.startswith("run ./setup.sh --hosted again")
 
 
 def test_the_page_has_the_versions_of_the_requirements():

@@ -114,6 +114,8 @@ async def test_what_the_service_counted_is_in_the_statistics(make_config, tmp_pa
         assert (counted.prompt_tokens, counted.generated_tokens) == (len(PROMPT), 12)
         assert (await pair.sampler.read_statistics()).generated_tokens == 0
         assert await pair.sampler.sampled_tokens() == 12
+        await pair.sampler.score([np.arange(9), np.arange(4)])
+        assert (await pair.sampler.read_statistics()).prompt_tokens == 13
 
 
 BROKEN = {
