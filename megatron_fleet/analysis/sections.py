@@ -66,7 +66,7 @@ PLACES = {"eval": "the evaluation at training temperature", "greedy": "the greed
 def head(run: Run) -> ReportSection:
     facts = [_pass_fact(run, kind) for kind in EVALUATIONS]
     facts += [_reward_fact(run), _steps_fact(run), _episodes_fact(run), _tokens_fact(run)]
-    facts += [_model_fact(run), _tasks_fact(run)]
+    facts += [_cost_fact(run), _model_fact(run), _tasks_fact(run)]
     blocks = [Facts(tuple(fact for fact in facts if fact is not None))]
     notes = [Items(tuple(dict.fromkeys(run.notes)), "warn")] if run.notes else []
     return ReportSection("summary", "Summary", (*blocks, *notes))
@@ -127,6 +127,14 @@ def _tokens_fact(run: Run) -> Fact | None:
     return Fact(
         "tokens sampled in training", number(total), f"{number(sum(rates) / len(rates))} per second of generation"
     )
+
+
+def _cost_fact(run: Run) -> Fact | None:
+    costs = [row["cost/cumulative_usd"] for row in run.rows if row.get("cost/cumulative_usd") is not None]
+    if not costs:
+        return None
+    steps = [row["cost/step_usd"] for row in run.rows if row.get("cost/step_usd") is not None]
+    return Fact("cost at the service", f"${costs[-1]:,.2f}", f"${sum(steps) / len(steps):,.2f} per step on average")
 
 
 def _model_fact(run: Run) -> Fact:

@@ -22,6 +22,8 @@ def row(step: int, time: float, attempt: float) -> dict[str, float]:
         "accounting/unknown": 1,
         "generate/action_tokens": 50,
         "generate/tokens_per_second": 100.0 * step,
+        "cost/step_usd": 0.2 * step,
+        "cost/cumulative_usd": 1000.0 * step,
     }
 
 
@@ -38,6 +40,7 @@ def test_the_figures_of_a_run_that_was_resumed():
         "training steps": ("6 of 8", "in 9 min 20 s, 2 attempts"),
         "training episodes": ("60", "36 trained on, 6 with unknown reward"),
         "tokens sampled in training": ("300", "350 per second of generation"),
+        "cost at the service": ("$6,000.00", "$0.70 per step on average"),
         "model": ("tiny", "/models/tiny/"),
         "tasks": ("–", "content hash not recorded"),
     }

@@ -251,6 +251,13 @@ def test_what_cannot_be_served_is_one_sentence(simple_run, capsys):
         assert said in error and error.count("\n") == 1
 
 
+def test_the_cost_at_a_service_is_shown(make_run):
+    make_run.train(1, groups({"t": [0.0, 1.0]}))
+    make_run.metrics.write(1, {"cost/cumulative_usd": 1234.5, "cost/step_usd": 0.25})
+    facts = {fact["label"]: (fact["value"], fact["detail"]) for fact in view.now(looked(make_run.folder), 1.0)["facts"]}
+    assert facts["cost so far"] == ("$1,234.50", "$0.25 in step 1")
+
+
 def test_large_numbers_are_written_out(make_run):
     make_run.train(1, groups({"t": [0.0, 1.0]}))
     make_run.metrics.write(1, {"engine/prompt_tokens": 14080.0, "engine/kv_cache_usage_max": 0.1834})
