@@ -311,24 +311,33 @@ async def test_states_of_a_stores_newest_checkpoints_stay(make_config, tmp_path,
 
 
 async def test_a_machine_that_has_the_checkpoint_alone_knows_all_states_and_costs(make_config, tmp_path, service):
-    out = tmp_path / "out"
+    """Those of earlier sessions from the checkpoint, others from the service; not what a person saved there."""
+    checkpoints = tmp_path / "out" / "checkpoints"
+
+    async def save(trainer, step):
+        (checkpoints / f"step_{step}").mkdir(parents=True, exist_ok=True)
+        await trainer.save_state(checkpoints / f"step_{step}")
+
     async with opened(make_config()) as trainer:
         await trainer.forward(batch())
-        for step in range(3):
-            (out / "checkpoints" / f"step_{step}").mkdir(parents=True)
-            await trainer.save_state(out / "checkpoints" / f"step_{step}")
+        await save(trainer, 0)
+    async with opened(make_config()) as trainer:
+        await trainer.load_state(checkpoints / "step_0")
+        for step in (1, 2):
+            await save(trainer, step)
+        by_hand = (await trainer._client.save_state("by-hand")).path
         spent = trainer.spending.tokens
-    shutil.move(out, tmp_path / "elsewhere")
-    (out / "checkpoints").mkdir(parents=True)
-    shutil.copytree(tmp_path / "elsewhere" / "checkpoints" / "step_1", out / "checkpoints" / "step_1")
+    shutil.move(tmp_path / "out", tmp_path / "elsewhere")
+    shutil.copytree(tmp_path / "elsewhere" / "checkpoints" / "step_1", checkpoints / "step_1")
     service.restart()
     async with opened(make_config()) as trainer:
-        await trainer.load_state(out / "checkpoints" / "step_1")
-        assert sorted((out / SAVED).read_text().split()) == service.ask("requests")["saved"]
+        await trainer.load_state(checkpoints / "step_1")
+        known = (tmp_path / "out" / SAVED).read_text().split()
+        assert len(known) == 3 and sorted([*known, by_hand]) == service.ask("requests")["saved"]
         assert trainer.spending.tokens == spent != Tokens()
-        (out / "checkpoints" / "step_2").mkdir()
-        await trainer.save_state(out / "checkpoints" / "step_2")
-    assert len(service.ask("requests")["saved"]) == 2, "that of step 2 whose checkpoint is lost is deleted, too"
+        await save(trainer, 2)
+    # Those of step 0 and of the lost checkpoint of step 2 are deleted.
+    assert by_hand in (saved := service.ask("requests")["saved"]) and len(saved) == 3
 
 
 async def test_a_state_of_another_model_is_refused(make_config, tmp_path, service):

@@ -150,7 +150,7 @@ class Bill:
             raise BudgetSpent("nothing is left")
 
 
-async def test_a_run_saves_and_ends_when_its_budget_is_spent(tmp_path):
+async def test_a_run_saves_and_ends_when_its_budget_is_spent(tmp_path, capsys):
     run = Run(tmp_path, "checkpoint.interval=0", "eval.at_end=true")
     run.trainer.spending = bill = Bill(48.0)
     with pytest.raises(BudgetSpent):
@@ -168,6 +168,7 @@ async def test_a_run_saves_and_ends_when_its_budget_is_spent(tmp_path):
     assert [row["cost/cumulative_usd"] for row in run.rows()] == [16.0, 32.0, 48.0, 64.0]
     # The evaluation after the last step is counted, too.
     assert json.loads((tmp_path / "summary.json").read_text())["cost_usd"] == 66.0
+    assert "mfleet: finished 4 steps, $66.00 at the service; see" in capsys.readouterr().out
 
 
 async def test_a_resumed_run_ends_like_one_that_was_never_stopped(tmp_path):
