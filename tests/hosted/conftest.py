@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +10,9 @@ pytest.importorskip("tinker")
 
 from megatron_fleet.config.load import load
 from megatron_fleet.config.schema import Config
+
+# A session whose service was killed warns for minutes, also during the tests that follow in this process.
+logging.getLogger("tinker").propagate = False
 
 
 @pytest.fixture(autouse=True)
