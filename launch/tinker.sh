@@ -18,14 +18,7 @@ require TIME_LIMIT_S '[1-9][0-9]{0,6}' "a number of seconds"
 require RUN_ID '[A-Za-z0-9][A-Za-z0-9._-]{0,119}' "the id of a run"
 require STORE 's3://[A-Za-z0-9./_-]+' "an address s3://bucket/prefix"
 given MODEL_NAME MAX_STEPS BATCH_SIZE N_SAMPLES_PER_PROMPT MODALITY
-if [ -z "${STORE:-}" ]; then
-  echo "error: STORE is empty; set the variable CHECKPOINT_STORE of the repository to s3://bucket/prefix." >&2
-  exit 2
-fi
-if [ -z "${DATA_VERSION:-}" ] && [ "$MODALITY" != tool_use ]; then
-  echo "error: DATA_VERSION is empty, and the experiment names files of tool_use; give a version for $MODALITY." >&2
-  exit 2
-fi
+check_store_and_data
 
 overrides=(
   experiment=tinker_qwen3_8b_fleet "model.path=$MODEL_NAME" "run.steps=$MAX_STEPS"

@@ -16,14 +16,7 @@ require DATA_VERSION 'v[0-9.]+' "a version of the data, as v6"
 require RUN_ID '[A-Za-z0-9][A-Za-z0-9._-]{0,119}' "the id of a run"
 require STORE 's3://[A-Za-z0-9./_-]+' "an address s3://bucket/prefix"
 given TASK_NAME MODALITY CLOUD
-if [ -z "${STORE:-}" ]; then
-  echo "error: STORE is empty; set the variable CHECKPOINT_STORE of the repository to s3://bucket/prefix." >&2
-  exit 2
-fi
-if [ -z "${DATA_VERSION:-}" ] && [ "$MODALITY" != tool_use ]; then
-  echo "error: DATA_VERSION is empty, and the experiments name files of tool_use; give a version for $MODALITY." >&2
-  exit 2
-fi
+check_store_and_data
 [ -f "configs/experiment/$TASK_NAME.yaml" ] || { echo "error: there is no experiment $TASK_NAME." >&2; exit 2; }
 
 overrides=(

@@ -20,13 +20,13 @@ from megatron_fleet.storage.local import begin_folder, commit_folder, fingerprin
 log = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""What peft and vLLM read."""
+"""Files of an adapter folder that peft and vLLM load. `weights.adapters` has these names too, but imports torch."""
 LIFE_S = 6 * 3600
-"""Life of the exported files at the service, should they not be deleted after the download."""
+"""Seconds after which the service itself deletes an export, if it was not deleted after the download."""
 RENEW = timedelta(minutes=5)
-"""Addresses of files are asked for again when they end in less than this."""
+"""Download addresses are requested again when they expire sooner than this."""
 SILENCE_S = 60.0
-"""Seconds without a byte after which a download has failed."""
+"""Seconds without data after which a download fails."""
 
 
 async def export_adapters(

@@ -1,4 +1,4 @@
-"""What a run has spent at the service, and the budget at which it ends."""
+"""Costs of a run at the service, and its budget."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.trainer.base import BudgetSpent
 
 SPENT = "hosted_tokens.json"
-"""File of ``run.out`` with the tokens billed so far. A checkpoint does not set them back: what was computed again was
-paid again."""
+"""File of ``run.out`` with the tokens billed so far. Resuming from a checkpoint does not reset them, because steps that
+are repeated are billed again."""
 
 
 class Spending:
@@ -47,7 +47,7 @@ class Spending:
         write_atomically(self._file, json.dumps(asdict(self.tokens)).encode())
 
     def at_least(self, tokens: Tokens) -> None:
-        """Set totals that are smaller to ``tokens``, which another machine had counted."""
+        """Raise each total to at least that of ``tokens``, which another machine counted."""
         more = (max(0, getattr(tokens, f.name) - getattr(self.tokens, f.name)) for f in fields(Tokens))
         self.tokens += Tokens(*more)
         write_atomically(self._file, json.dumps(asdict(self.tokens)).encode())

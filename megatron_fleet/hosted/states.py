@@ -15,7 +15,7 @@ STATE = "hosted.json"
 SAVED = "hosted_states.txt"
 """File of ``run.out`` with the addresses of all states at the service, one a line, oldest first."""
 _STEP = re.compile(r"(\d+)-[0-9a-f]{8}$")
-"""End of a state's name: the step of its checkpoint, and what is of this attempt to save it alone."""
+"""End of a state's name: the step of its checkpoint, and random digits that differ for each attempt to save it."""
 
 
 class States:

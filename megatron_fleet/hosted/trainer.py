@@ -201,7 +201,7 @@ class HostedTrainer:
             return self._logprobs(data, await future)
 
     def _logprobs(self, data: Sequence[Datum], output: types.ForwardBackwardOutput) -> list[np.ndarray]:
-        """Log-probs of a pass, which is counted."""
+        """Return the log-probs of a pass, and count its tokens."""
         self.spending.add(Tokens(trained=tokens_in(data)))
         return logprobs_of(data, output.loss_fn_outputs)
 
@@ -291,7 +291,7 @@ class HostedTrainer:
             "path": saved,
             "base_model": self._base_model,
             "rank": self._config.policy.lora.rank,
-            # For a machine that has the checkpoint alone.
+            # For resuming on a machine that has only the checkpoint.
             "saved": self._states.saved(),
             "tokens": asdict(self.spending.tokens),
         }
@@ -326,7 +326,9 @@ class HostedTrainer:
         self.spending.at_least(Tokens(**state.get("tokens", {})))
 
     async def _saved_by(self, address_of_state: str) -> list[str]:
-        """This run's states that were saved by the session of a state, also those that nobody has recorded here."""
+        """List this run's states of the session that saved a state, including any not recorded on this machine.
+        Empty if the service does not list them.
+        """
         training_run = address_of_state.removeprefix("tinker://").partition("/")[0]
         with suppress(UserError, ServiceLost), service_errors("Listing saved states"):
             checkpoints = (await (await self._rest()).list_checkpoints(training_run)).checkpoints

@@ -152,8 +152,8 @@ def _check_launch(config: Config) -> None:
         )
     if config.policy.trainer == HOSTED and launch.kind != "local":
         raise UserError(
-            f"launch.kind={launch.kind} with policy.trainer={HOSTED}: these hosts are paid for their GPUs, which the "
-            f"run would not use; start it with mfleet train on any machine (docs/run/hosted.md)."
+            f"launch.kind={launch.kind} with policy.trainer={HOSTED}: a hosted run uses no GPUs, but these hosts "
+            f"would be rented with GPUs; start it with mfleet train on any machine (docs/run/hosted.md)."
         )
     if world % hosts:
         raise UserError(

@@ -132,7 +132,7 @@ class EngineWeights:
         return {"tokens": [d.token_ids.tolist() for d in data], "logprobs": [score.tolist() for score in scores]}
 
     async def statistics(self) -> dict[str, float]:
-        """Metrics of the engines since the last call, and of what is billed for them and the trainer."""
+        """Return metrics of the engines since the last call, and of the tokens that are billed."""
         counts, spending = await self._engines.statistics(), self._trainer.spending
         return counts if spending is None else counts | spending.record(counts)
 

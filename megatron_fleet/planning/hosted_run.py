@@ -17,9 +17,9 @@ from megatron_fleet.hosted.prices import Prices, Tokens, find_prices
 from megatron_fleet.planning.workload import Workload
 
 CYCLE_S = 10.0
-"""Seconds in which the service runs what was submitted before, as its users report."""
+"""Seconds of a clock cycle of the service, as its users report; a cycle runs the requests submitted before it."""
 SAMPLED_PER_S = 50.0
-"""Tokens per second of one request, an assumption: the service publishes none."""
+"""Tokens per second that one request samples: an assumption, since the service publishes no figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,10 +128,7 @@ def as_text(plan: HostedPlan) -> str:
             *([] if plan.steps is None else [f"{plan.seconds * plan.steps / 3600:.1f} hours, evaluations left out"]),
         ],
         "assumed": [
-            f"episodes of {load.mean:,.0f} tokens on average (--tokens), log-normal with sigma {load.sigma:g}, at most "
-            f"{load.longest:,}; {load.sampled:.0%} of them sampled (--sampled)",
-            f"{load.turns:g} turns (--turns) whose tools take {load.tool_s:g} s each (--tool-seconds); an environment "
-            f"is ready after {load.start_s:g} s",
+            *load.assumptions(),
             f"{SAMPLED_PER_S:g} tokens/s for each episode, cycles of {CYCLE_S:g} s, and a prefix cache that finds all "
             f"that was sent or sampled before",
             *(["evaluations of all held-out tasks (eval.tasks=null) are left out"] if c.eval.tasks is None else []),

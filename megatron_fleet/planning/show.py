@@ -97,10 +97,7 @@ def assumptions(plan: Plan) -> list[str]:
         f"{load.accepted:.0%} of the {drafter.tokens} tokens that {drafter.method} drafts are accepted (--accepted)"
     ]
     return [
-        f"episodes of {load.mean:,.0f} tokens on average (--tokens), log-normal with sigma {load.sigma:g}, at most "
-        f"{load.longest:,}; {load.sampled:.0%} of them sampled (--sampled)",
-        f"{load.turns:g} turns (--turns) whose tools take {load.tool_s:g} s each (--tool-seconds); an environment is "
-        f"ready after {load.start_s:g} s",
+        *load.assumptions(),
         *(drafts if drafter.method != "none" else []),
         f"{plan.gpu.name}: {plan.gpu.flops / 1e12:.0f} TFLOP/s, {plan.gpu.hbm / 1e12:.2f} TB/s, NVLink "
         f"{plan.gpu.nvlink / GB:.0f} GB/s, network {plan.gpu.network / GB:.0f} GB/s a GPU, of which the shares in "

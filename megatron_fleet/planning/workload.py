@@ -119,6 +119,15 @@ class Workload:
         lengths = self.lengths(200)
         return float((lengths * (lengths + 1) / 2).mean())
 
+    def assumptions(self) -> list[str]:
+        """Return lines that describe the episodes, with the flags that change them."""
+        return [
+            f"episodes of {self.mean:,.0f} tokens on average (--tokens), log-normal with sigma {self.sigma:g}, at most "
+            f"{self.longest:,}; {self.sampled:.0%} of them sampled (--sampled)",
+            f"{self.turns:g} turns (--turns) whose tools take {self.tool_s:g} s each (--tool-seconds); an environment "
+            f"is ready after {self.start_s:g} s",
+        ]
+
     @property
     def waiting(self) -> float:
         """Seconds that an episode spends outside of the engine."""

@@ -184,7 +184,7 @@ class Trainer(Protocol):
 
     @property
     def spending(self) -> Spending | None:
-        """What its requests and those of the engines have cost, after `start`; ``None``: nothing is billed."""
+        """Costs of the trainer and the engines, after `start`; ``None``: they are not billed by token."""
         ...
 
     async def start(self, reason: TrainerLost | None) -> None:
@@ -269,7 +269,7 @@ class Spending(Protocol):
         ...
 
     def record(self, engines: Mapping[str, float]) -> dict[str, float]:
-        """Count what engines did since the last call, and return metrics of all tokens since then.
+        """Count the tokens of the engines since the last call, and return metrics of all tokens billed since then.
 
         Args:
             engines: see `rollout.engine_statistics.engine_metrics`.

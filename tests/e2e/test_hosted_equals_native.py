@@ -33,8 +33,8 @@ ONE_PASS = {
     "policy/rollout_train_prob_diff_mean": 1e-13,
     "policy/rollout_train_prob_diff_std": 2e-13,
 }
-"""How far metrics may differ, at least ten times what was measured: sums of equal terms, which ranks add in float32 and
-the hosted trainer in float64.
+"""Absolute tolerances, at least ten times the measured differences: ranks sum the same terms in float32, the hosted
+trainer in float64.
 """
 TWO_PASSES = {
     "policy/policy_loss": 2e-7,

@@ -123,7 +123,7 @@ def check_cost(run: Run) -> None:
 
 
 def test_episodes_are_played_ahead_of_the_weights(make_run, service):
-    """A killed run goes on with the episodes that were complete at its checkpoint."""
+    """With stale episodes allowed, a killed run resumes and finishes."""
     run = make_run("ahead", "rollout.max_staleness=2", "algorithm=importance_weighted", "checkpoint.interval=2")
     process = run.start()
     wait_for(lambda: (run.out / "metrics.jsonl").exists() and len(run.metrics()) >= 3, process)

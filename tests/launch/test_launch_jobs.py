@@ -77,7 +77,7 @@ def jobset(*overrides: str) -> dict:
         (SkyPilot(), "skypilot", ["launch.kubernetes.claim=runs"], "the hosts' disks end with the job"),
         (Slurm(), "slurm", ["run.resume=never"], "would discard its earlier training"),
         (Slurm(), "slurm", ["cluster.nodes=2"], "1 ranks .* cannot be divided"),
-        (Slurm(), "slurm", ["trainer=hosted", "hosted.base_model=a/b"], "paid for their GPUs"),
+        (Slurm(), "slurm", ["trainer=hosted", "hosted.base_model=a/b"], "a hosted run uses no GPUs"),
         (Slurm(), "slurm", ["parallel.data=4", "launch.gpus=2"], "would have 4 ranks"),
         (Slurm(), "slurm", ["launch.environment={FLEET_API_KEY: x}"], "one of a secret"),
         (Slurm(), "slurm", ["launch.environment={A-B: x}"], "A-B is not the name of a variable"),

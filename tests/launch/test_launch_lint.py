@@ -225,7 +225,14 @@ def test_the_hosted_workflow_trains_with_its_inputs(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("MODEL_NAME", "a b"), ("MAX_STEPS", ""), ("BATCH_SIZE", "0"), ("BUDGET_USD", "-1"), ("RUN_ID", "$(id)")],
+    [
+        ("MODEL_NAME", "a b"),
+        ("MAX_STEPS", ""),
+        ("BATCH_SIZE", "0"),
+        ("BUDGET_USD", "-1"),
+        ("RUN_ID", "$(id)"),
+        ("STORE", ""),
+    ],
 )
 def test_inputs_of_the_hosted_workflow_that_are_none_are_refused(tmp_path, name, value):
     done = trained(tmp_path, **{name: value})
