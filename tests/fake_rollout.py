@@ -48,6 +48,7 @@ class FakeRollout:
         fate: outcome of their episodes.
         outages: what `environment_available` answers, one after the other; then it is available.
         delays: seconds that a request takes, by step; none by default.
+        delay_of: the same, of a request; it takes the place of ``delays``.
         requests: all that was asked for.
     """
 
@@ -60,6 +61,7 @@ class FakeRollout:
         self.fate = Outcome.ENV_FAILED
         self.outages: list[str] = []
         self.delays: dict[int, float] = {}
+        self.delay_of: Callable[[CollectRequest], float] = lambda request: self.delays.get(request.step, 0.0)
         self.requests: list[CollectRequest] = []
         self.under_way = 0
         self._plays = self._generated = 0
@@ -69,7 +71,10 @@ class FakeRollout:
         await asyncio.sleep(0)
 
     async def collect(
-        self, request: CollectRequest, on_episode: Callable[[Trajectory], None] | None = None
+        self,
+        request: CollectRequest,
+        on_episode: Callable[[Trajectory], None] | None = None,
+        stop: asyncio.Event | None = None,
     ) -> CollectResult:
         if request.first == 0:  # of the groups of a step, which are requested together, the first one stands for all
             self.calls.append(f"collect {request.purpose} {request.step}")
@@ -79,25 +84,38 @@ class FakeRollout:
         weights, version = self.engines.weights, self.engines.version
         self.under_way += 1
         try:
-            await asyncio.sleep(self.delays.get(request.step, 0.0))
+            stopped = await self._stopped(self.delay_of(request), stop)
         finally:
             self.under_way -= 1
-        groups = [
-            Group(
-                index,
-                task.key,
-                task.env_key,
-                [self._episode(request, index, sample, weights, version, known) for sample in range(request.samples)],
-            )
-            for index, task in enumerate(request.tasks, request.first)
-        ]
-        wanted = len(request.tasks) * request.samples
-        self._generated += wanted * TOKENS
-        for trajectory in (t for group in groups for t in group.trajectories):
+        groups = []
+        for index, task in enumerate(request.tasks, request.first):
+            episodes = [
+                request.played.get((index, sample))
+                or self._episode(request, index, sample, weights, version, known and not stopped)
+                for sample in range(request.samples)
+            ]
+            groups.append(Group(index, task.key, task.env_key, episodes))
+        new = [t for group in groups for t in group.trajectories if (t.group, t.sample) not in request.played]
+        self._generated += len(new) * TOKENS
+        for trajectory in new:
+            if stopped:
+                trajectory.outcome = Outcome.ABORTED
             if on_episode is not None:
                 on_episode(trajectory)
-        accounting = Accounting(started=wanted, known=wanted * known, unknown=wanted * (not known))
-        return CollectResult(groups, accounting, 0.0)
+        reached = sum(t.reward is not None for t in new)
+        return CollectResult(groups, Accounting(started=len(new), known=reached, unknown=len(new) - reached), 0.0)
+
+    async def _stopped(self, seconds: float, stop: asyncio.Event | None) -> bool:
+        """Wait; returns whether it was stopped."""
+        if stop is None or seconds == 0:
+            await asyncio.sleep(seconds)
+            return False
+        try:
+            async with asyncio.timeout(seconds):
+                await stop.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _episode(
         self, request: CollectRequest, group: int, sample: int, weights: np.ndarray, version: int, known: bool

@@ -81,6 +81,9 @@ class TrajectoryBuilder:
         starts = [s for _, s, _ in generation.versions]
         if len(generation.logprobs) != n or edges[-1] != n or starts != edges[:-1]:
             raise ValueError(f"the engine's log-probs or weight versions do not cover its {n} tokens")
+        if generation.interruptions:
+            self.count("interruptions", generation.interruptions)
+            self.count("recomputed_tokens", generation.recomputed)
         if generation.routing is not None:
             self._add_routing(generation.routing, fed=len(self.ids) + n - 1)
         self._actions.append((start, generation.logprobs))

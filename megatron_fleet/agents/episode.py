@@ -25,6 +25,7 @@ from megatron_fleet.agents.trajectory import CAUSES, Cause, Outcome, Trajectory
 from megatron_fleet.data.task import Task
 from megatron_fleet.envs.base import Environment, EnvLost, EnvRefused, Observation
 from megatron_fleet.models.chat.parser import ParsedTurn, ToolResult
+from megatron_fleet.platform.deadlines import deadline
 
 MAX_CHARS_PER_TOKEN = 16
 """A first prompt with more characters per token of the context is too long; it is neither encoded nor sent."""
@@ -126,10 +127,10 @@ class _Turns:
     async def until_deadline(self) -> Ending:
         limit = self.settings.episode_timeout_s
         try:
-            async with asyncio.timeout(limit) as deadline:
-                return await self._episode(deadline)
+            async with deadline(limit) as timeout:
+                return await self._episode(timeout)
         except TimeoutError:
-            if not deadline.expired():
+            if not timeout.expired():
                 raise
             if not self.builder.messages:
                 return Ending(Outcome.ENV_FAILED, f"the environment did not start within {limit:g} s")
@@ -145,14 +146,14 @@ class _Turns:
         except EngineLost as e:
             return Ending(Outcome.ABORTED, str(e))
 
-    async def _episode(self, deadline: asyncio.Timeout) -> Ending:
+    async def _episode(self, timeout: asyncio.Timeout) -> Ending:
         with timed(self.builder, "env"):
             first = await reset(self.env, self.task)
         if (end := await self._begin(first)) is not None:
             return end
         turns_without_call = 0
         for turn in range(self.settings.max_turns):
-            parsed = await self.conversation.turn(turn, deadline)
+            parsed = await self.conversation.turn(turn, timeout)
             if isinstance(parsed, Ending):
                 return parsed
             if (answer := self._final_answer(parsed)) is not None:

@@ -43,12 +43,15 @@ class Generation:
     Attributes:
         token_ids: int32 ``[A]``, the stop token included when one ended the turn.
         logprobs: float32 ``[A]``, log μ at the request's temperature.
-        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline, maybe before the first token)
-            or ``abort``.
+        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline, maybe before the first token),
+            ``interrupted`` (cut off because the engine went to sleep; only between an engine and its client, which goes
+            on with the rest) or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.
         routing: uint8 or int16 ``[R, layers, k]`` (see ``Trajectory.routing``), the experts of the tokens from
             ``routing_start`` on, in order. The last sampled token was never an input, so R ends before it, or earlier.
             ``None``: the engine reports none.
+        interruptions: times that the engine went to sleep meanwhile.
+        recomputed: tokens of prompt and turn that the engine had computed and computed again after these.
     """
 
     token_ids: np.ndarray
@@ -56,6 +59,8 @@ class Generation:
     finish_reason: str
     versions: tuple[tuple[int, int, int], ...]
     routing: np.ndarray | None = None
+    interruptions: int = 0
+    recomputed: int = 0
 
 
 class Engine(Protocol):

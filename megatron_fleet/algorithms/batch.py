@@ -33,8 +33,23 @@ class Fate(StrEnum):
     """Its reward is known, but it is the only one known in its group."""
     MASKED = "masked"
     """Its reward counted for the group, but its outcome is one of ``algorithm.masked_outcomes``."""
+    TOO_OLD = "too_old"
+    """Its reward counted for the group, but its tokens are older than ``rollout.max_staleness``."""
     NO_TOKENS = "no_tokens"
     """Its reward counted for the group, but the policy sampled no token in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgeLimit:
+    """Limit of the age of a trained token.
+
+    Attributes:
+        most: weight versions between its sampling and the update.
+        whole: a trajectory with older tokens is not trained on at all; otherwise only these tokens are masked.
+    """
+
+    most: int
+    whole: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +96,14 @@ class Batch:
         return {fate: counter[fate] for fate in Fate}
 
 
-def build_data(groups: Sequence[Group], algo: AlgorithmConfig, version: int | None = None) -> Batch:
+def build_data(
+    groups: Sequence[Group], algo: AlgorithmConfig, version: int | None = None, limit: AgeLimit | None = None
+) -> Batch:
     """Turn the groups of one step into training sequences, which `split_batch` divides among its updates.
 
     Args:
         version: weight version to be updated, for the ages of tokens; ``None``: everything was sampled with it.
+        limit: tokens that are older have no gradient; ``None``: there are none.
 
     Masked trajectories contribute to their group's baseline and to nothing else. Every segment has its trajectory's
     advantage. Losses with one ratio per sequence take it per segment.
@@ -94,12 +112,13 @@ def build_data(groups: Sequence[Group], algo: AlgorithmConfig, version: int | No
     for g, group in enumerate(groups):
         batch.rewards.append(shaped_rewards(group, algo))
         advantages = group_advantages(batch.rewards[-1], algo.advantage)
-        batch.fates.append(_group_fates(group, batch.rewards[-1], algo))
+        masks = [_trained_mask(t, version, limit) for t in group.trajectories]
+        batch.fates.append(_group_fates(group, batch.rewards[-1], algo, masks))
         for s, (trajectory, fate) in enumerate(zip(group.trajectories, batch.fates[-1], strict=True)):
             if fate is Fate.TRAINED:
                 advantage = advantages[s] if advantages else None
                 assert advantage is not None, "a trained trajectory has a known reward"
-                for segment, datum in _segments(trajectory, advantage, version):
+                for segment, datum in _segments(trajectory, masks[s], advantage, version):
                     batch.data.append(datum)
                     batch.origin.append(Origin(g, s, segment))
                     batch.advantages.append(advantage)
@@ -125,11 +144,13 @@ def split_batch(batch: Batch, parts: int, algo: AlgorithmConfig) -> list[list[Da
     return [_scale(batch.data[a:b], batch.origin[a:b], batch.advantages[a:b], algo) for a, b in pairwise(edges)]
 
 
-def _group_fates(group: Group, rewards: Sequence[float | None], algo: AlgorithmConfig) -> list[Fate]:
+def _group_fates(
+    group: Group, rewards: Sequence[float | None], algo: AlgorithmConfig, masks: Sequence[np.ndarray]
+) -> list[Fate]:
     enough = sum(map(is_known, rewards)) >= MIN_KNOWN
     kept = enough and keeps_group(group, rewards, algo)
 
-    def fate(trajectory: Trajectory) -> Fate:
+    def fate(trajectory: Trajectory, mask: np.ndarray) -> Fate:
         if not is_known(trajectory.reward):
             return Fate.UNKNOWN
         if not enough:
@@ -138,21 +159,29 @@ def _group_fates(group: Group, rewards: Sequence[float | None], algo: AlgorithmC
             return Fate.FILTERED
         if trajectory.outcome in algo.masked_outcomes:
             return Fate.MASKED
-        return Fate.TRAINED if _trained_mask(trajectory).any() else Fate.NO_TOKENS
+        if mask.any():
+            return Fate.TRAINED
+        return Fate.TOO_OLD if _trained_mask(trajectory).any() else Fate.NO_TOKENS
 
-    return [fate(t) for t in group.trajectories]
+    return [fate(t, mask) for t, mask in zip(group.trajectories, masks, strict=True)]
 
 
-def _trained_mask(trajectory: Trajectory) -> np.ndarray:
-    """Mask of the sampled tokens, bool ``[T]``, without the first of a segment, which nothing predicts."""
+def _trained_mask(trajectory: Trajectory, version: int | None = None, limit: AgeLimit | None = None) -> np.ndarray:
+    """Mask of the sampled tokens, bool ``[T]``, without the first of a segment, which nothing predicts, and without
+    what is older than ``limit``.
+    """
     mask = trajectory.action_mask.copy()
     mask[[part.start for part in trajectory.segments() if part.start < part.stop]] = False
+    if limit is not None and version is not None:
+        old = _ages(trajectory, version) > limit.most
+        mask &= ~(old.any() if limit.whole else old)
     return mask
 
 
-def _segments(trajectory: Trajectory, advantage: float, version: int | None) -> Iterator[tuple[int, Datum]]:
-    """Index and Datum of each segment with sampled tokens."""
-    trained = _trained_mask(trajectory)
+def _segments(
+    trajectory: Trajectory, trained: np.ndarray, advantage: float, version: int | None
+) -> Iterator[tuple[int, Datum]]:
+    """Index and Datum of each segment with trained tokens. ``trained``: mask of these, bool ``[T]``."""
     arrays = {} if version is None else {"staleness": _ages(trajectory, version)}
     extras = {} if trajectory.routing is None else {"routing": trajectory.routing}
     for number, part in enumerate(trajectory.segments()):

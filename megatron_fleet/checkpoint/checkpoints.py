@@ -18,6 +18,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from megatron_fleet.checkpoint.manifest import MANIFEST, DamagedCheckpoint, check_hashes, read_manifest
@@ -186,7 +187,11 @@ class Checkpoints:
         return Copied(step, partial, asyncio.ensure_future(writing))
 
     def commit(
-        self, copied: Copied, trainer_state: dict[str, Any], publish: Publish | None = None
+        self,
+        copied: Copied,
+        trainer_state: dict[str, Any],
+        publish: Publish | None = None,
+        files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> Coroutine[Any, Any, Checkpoint]:
         """Take the controller's state and the records as they are now, and return a coroutine that commits them with
         the copied state: it waits for the shards, removes the oldest checkpoints beyond ``keep``, and returns the new
@@ -195,13 +200,14 @@ class Checkpoints:
         Args:
             trainer_state: JSON-able state of the controller.
             publish: for ranks on hosts that do not share this folder; nothing is committed here then.
+            files: further files of the controller, by name.
 
         Raises:
             TypeError: ``trainer_state`` is not JSON-able.
             UserError: in the coroutine: the controller does not see what the ranks wrote.
             Exception: in the coroutine: whatever writing the copy raised.
         """
-        small = {TRAINER_STATE: json.dumps(trainer_state, indent=1).encode()}
+        small = {TRAINER_STATE: json.dumps(trainer_state, indent=1).encode(), **files}
         small |= {f"{RECORDS}/{record.name}": record.read_bytes() for record in self._records if record.exists()}
         return self._finish(copied, small, publish)
 

@@ -137,15 +137,16 @@ class Saves:
             return False
         return self._copied is not None
 
-    def commit(self, state: Mapping[str, Any]) -> None:
+    def commit(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
         """Make the checkpoint of the copied state, if there is one, in the background.
 
         Args:
             state: the controller's, JSON-able.
+            files: further small files of the controller, by name.
         """
         copied, self._copied = self._copied, None
         if copied is not None:
-            finishing = self._checkpoints.commit(copied, dict(state), self._publish if self._apart else None)
+            finishing = self._checkpoints.commit(copied, dict(state), self._publish if self._apart else None, files)
             self._saving = copied.step, asyncio.create_task(self._finish(finishing))
 
     async def finish(self) -> None:

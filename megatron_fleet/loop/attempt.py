@@ -25,11 +25,14 @@ from megatron_fleet.telemetry.metrics import (
     progress_metrics,
     step_metrics,
 )
+from megatron_fleet.telemetry.shards import encode
 from megatron_fleet.telemetry.sinks import MetricSink
-from megatron_fleet.telemetry.trajectories import PromptLog
+from megatron_fleet.telemetry.trajectories import PromptLog, load_trajectories
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
 State = Mapping[str, Any]
+GROUPS = "groups.parquet"
+"""File of a checkpoint with the episodes that were played and not trained on yet."""
 
 
 class Rollout(Episodes, Protocol):
@@ -39,9 +42,9 @@ class Rollout(Episodes, Protocol):
 
 
 class OpenAttempt(Protocol):
-    """Opens an `Attempt` from the state of a checkpoint, or from scratch with ``None``."""
+    """Opens an `Attempt` from the state of a checkpoint and its folder, or from scratch with ``None``."""
 
-    def __call__(self, state: State | None) -> AbstractAsyncContextManager[Attempt]: ...
+    def __call__(self, state: State | None, folder: Path | None = None) -> AbstractAsyncContextManager[Attempt]: ...
 
 
 @final
@@ -87,12 +90,17 @@ class Attempt:
         metrics |= attempt_metrics(asdict(batch.accounting), "accounting")
         metrics |= progress_metrics(step, self.config.rollout.prompts_per_step, self.training_tasks)
         metrics |= data_metrics(self.batches.status(batch.groups)) | dict(more)
-        metrics |= async_metrics(batch.staleness, batch.accounting.stale, batch.waits)
+        metrics |= async_metrics(batch.staleness, batch.accounting.stale, batch.waits | batch.stream)
         self.records.step(step, metrics, distributions(batch.groups, batch.batch, batch.staleness))
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint; JSON-able."""
         return {"batches": self.batches.state(), "unevaluated": self.evaluations.due}
+
+    def files(self) -> dict[str, bytes]:
+        """Files for a checkpoint, by name: the groups that came back and wait for their batch."""
+        finished = self.batches.finished()
+        return {GROUPS: encode(finished)} if finished else {}
 
 
 def open_attempts(
@@ -112,10 +120,12 @@ def open_attempts(
     lasting = (AlertRules(config), *sinks)
 
     @asynccontextmanager
-    async def opened(state: State | None) -> AsyncIterator[Attempt]:
+    async def opened(state: State | None, folder: Path | None = None) -> AsyncIterator[Attempt]:
         batches = Batches(config, train, rollout)
         if state is not None:
-            batches.load(state["batches"])
+            groups = None if folder is None else folder / GROUPS
+            finished = load_trajectories(groups) if groups is not None and groups.exists() else ()
+            batches.load(state["batches"], int(state["step"]), finished)
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config.eval, config.rollout, config.run, held_out, rollout.collect)
         evaluations = Evaluations(config.eval, config.run.last_step, evaluator, records)

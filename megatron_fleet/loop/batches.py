@@ -1,30 +1,37 @@
-"""Training batches: tasks from the sampler are played by the rollout and turned into data, optionally in advance.
+"""Training batches: a stream of groups, which are played by the rollout and turned into data.
 
-The unit is the group: each is requested, counted and played again on its own, and is looked at when it comes back. With
-``rollout.max_staleness`` = k the groups of the next k steps play while the trainer works on the current step. A group
-is trained on when its oldest token was sampled at most k weight versions ago; an older one is played again.
+The unit is the group: each is requested, counted and played again on its own, and is looked at when it comes back. As
+many groups play as the batch needs, and ``rollout.batch.ahead`` batches more. Each is drawn for one step;
+``rollout.batch.window`` says how many steps earlier or later it may be trained on, so that a batch need not wait for
+its last episode. ``rollout.unfinished`` says what becomes of groups that still play when a batch is full,
+``rollout.too_old`` of tokens that are older than ``rollout.max_staleness`` weight versions. A group without signal is
+replaced by one of another task up to ``rollout.batch.max_replacements`` times.
+
+With a window of 1, batches do not depend on which groups end first.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import logging
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from typing import Any, Protocol, final
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, Protocol, final
 
 import numpy as np
 
 from megatron_fleet.agents.trajectory import Group, Trajectory
-from megatron_fleet.algorithms.advantages import is_known
-from megatron_fleet.algorithms.batch import Batch, build_data, split_batch
+from megatron_fleet.algorithms.advantages import has_signal, is_known
+from megatron_fleet.algorithms.batch import AgeLimit, Batch, build_data, split_batch
 from megatron_fleet.algorithms.datum import Datum
+from megatron_fleet.algorithms.groups import shaped_rewards
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
-from megatron_fleet.data.sampler import make_sampler
+from megatron_fleet.data.sampler import Sampler, make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.platform.alerts import alert
 from megatron_fleet.rollout.collection import OnEpisode
@@ -37,6 +44,10 @@ FIRST_PROBE_S = 2.0
 LONGEST_PROBE_S = 60.0
 """Most seconds between two probes of the environment in an outage; the pause doubles from ``FIRST_PROBE_S``."""
 
+MOST_DRAWS = 4
+"""Most draws from the sampler for the replacements of a step; where these lack an environment, another takes its place.
+"""
+
 ShowProgress = Callable[[int], None]
 """Shows how many episodes of a step have ended."""
 
@@ -44,7 +55,9 @@ ShowProgress = Callable[[int], None]
 class Episodes(Protocol):
     """The part of `rollout.service.RolloutService` that plays episodes."""
 
-    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult: ...
+    async def collect(
+        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+    ) -> CollectResult: ...
 
     async def environment_available(self) -> str | None: ...
 
@@ -58,11 +71,12 @@ class StepBatch:
     """Input of one training step.
 
     Attributes:
-        groups: all groups that were played, in the order of their tasks.
+        groups: all groups that were played, in the order in which they were drawn.
         updates: data of each optimizer step; empty when no group had a signal.
         staleness: int64 ``[N]``: for each sampled span of tokens, weight versions between its sampling and now.
         seconds: durations by name, for ``timing/``.
         waits: shares of the time since the batch before, for ``async/``.
+        stream: counts and ratios of the groups that were not waited for, for ``async/``.
     """
 
     groups: list[Group]
@@ -72,38 +86,71 @@ class StepBatch:
     staleness: np.ndarray
     seconds: dict[str, float] = field(default_factory=dict)
     waits: dict[str, float] = field(default_factory=dict)
+    stream: dict[str, float] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _GroupPlay:
-    """One group of a step, in play or back.
+    """One group: to be played, in play or back.
 
     Attributes:
-        place: its number within the step.
-        work: its newest attempt.
+        step, slot: the step that it was drawn for, and its place among the groups of that step.
+        round: how often its task was replaced.
+        work: its newest attempt; ``None`` before the first, and after one that was stopped.
+        stop: ends that attempt.
+        version: weight version of the engines when that attempt began.
         accounting: counts of its earlier attempts.
+        kept: episodes of earlier attempts that are not played again, by sample.
         ended: episodes of the newest attempt that have ended.
+        dropped: groups that it replaces.
     """
 
     step: int
-    place: int
+    slot: int
     task: Task
-    work: asyncio.Task[CollectResult] = field(init=False)
+    round: int = 0
+    work: asyncio.Future[CollectResult] | None = None
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+    version: int = -1
     accounting: Accounting = field(default_factory=Accounting)
+    kept: dict[int, Trajectory] = field(default_factory=dict)
     ended: int = 0
+    dropped: list[Group] = field(default_factory=list)
+
+    @property
+    def done(self) -> bool:
+        return self.work is not None and self.work.done()
+
+    @property
+    def playing(self) -> bool:
+        return self.work is not None and not self.work.done()
+
+    def result(self) -> CollectResult:
+        """Return the result of an attempt that is `done`; raises what it raised."""
+        assert self.work is not None
+        return self.work.result()
+
+    def keep(self, result: CollectResult, dropped: Sequence[Trajectory], to: Literal["stale", "unfinished"]) -> None:
+        """Keep what ``result`` has besides ``dropped``, which count as ``to`` and are played again."""
+        gone = {t.sample for t in dropped}
+        self.accounting += result.accounting.moved(dropped, to)
+        self.kept = {t.sample: t for t in result.groups[0].trajectories if t.sample not in gone}
 
 
 @final
 class Batches:
-    """Make batches from the sampler's tasks. After a resume (``state``, ``load``), tasks that were handed out but not
-    trained on come first."""
+    """Make batches from the sampler's tasks. After a resume (``state``, ``load``), groups that were drawn but not
+    trained on come first; those that had ended are not played again."""
 
     def __init__(self, config: Config, tasks: Sequence[Task], rollout: Episodes) -> None:
         self._config, self._rollout = config, rollout
-        self._sampler = make_sampler(tasks, config.rollout.prompts_per_step, config.run.seed, config.data.mixture)
-        self._by_key = {task.key: task for task in tasks}
+        self._size, self._rule = config.rollout.prompts_per_step, config.rollout.batch
+        ahead = config.rollout.max_staleness if self._rule.ahead is None else self._rule.ahead
+        self._ahead = round(ahead * self._size)
+        self._draws = _Draws(make_sampler(tasks, self._size, config.run.seed, config.data.mixture), tasks, self._size)
         self._plays: list[_GroupPlay] = []
-        self._again: deque[list[Task]] = deque()
+        self._tokens = self._episodes = 0  # sampled tokens, and episodes, of all groups that came back
+        self._trained: list[Group] = []
         self._idle_since: float | None = None
         self._idle_s = 0.0
         self._taken: float | None = None
@@ -118,78 +165,111 @@ class Batches:
         """
         began = time.monotonic()
         before = began if self._taken is None else self._taken
-        self._play_ahead(step)
-        plays = [play for play in self._plays if play.step == step]
-        async with _shown(plays, show):
-            results = await self._complete(step, plays)
-        self._plays = [play for play in self._plays if play.step != step]
+        await self._stop([play for play in self._plays if self._will_be_too_old(play, step)], step)
+        self._fill(step)
+        async with _shown(lambda: self._eligible(step), self._size, show):
+            chosen = await self._complete(step)
+        stream = self._stream(chosen)
+        self._plays = [play for play in self._plays if play not in chosen]
+        self._draws.forget({play.step for play in self._plays})
+        stream["unfinished_groups"] = await self._leave_unfinished(step)
         self._taken = now = time.monotonic()
         waited, idle = now - began, self._take_idle(now)
-        groups = [group for result in results for group in result.groups]
-        counts = (play.accounting + result.accounting for play, result in zip(plays, results, strict=True))
+        results = [play.result() for play in chosen]
+        groups = [_numbered(result.groups[0], place) for place, result in enumerate(results)]
+        self._trained = [group for play in chosen for group in (*play.dropped, *play.result().groups)]
+        counts = (play.accounting + result.accounting for play, result in zip(chosen, results, strict=True))
         built = self._build(step, groups, sum(counts, start=Accounting()))
         generate = max(result.seconds for result in results)
         built.seconds |= {"generate": generate, "rollout_wait": waited, "engines_idle": idle}
         if passed := now - before:
             built.waits = {"trainer_waits_share": waited / passed, "engines_idle_share": idle / passed}
+        built.stream = stream
         return built
 
-    def trained(self, groups: Sequence[Group]) -> None:
-        """Report the rewards of a step's groups to the sampler, for a curriculum."""
-        rewards = ((g.task_key, [t.reward for t in g.trajectories if is_known(t.reward)]) for g in groups)
-        self._sampler.observe(rewards)
+    def trained(self) -> None:
+        """Report the rewards of the newest batch to the sampler, and those of the groups that were replaced for it."""
+        groups = self._trained
+        self._draws.sampler.observe(
+            (g.task_key, [t.reward for t in g.trajectories if is_known(t.reward)]) for g in groups
+        )
 
     def status(self, groups: Sequence[Group]) -> dict[str, dict[str, float]]:
         """Return the status of the `data.sampler.Sampler`, plus ``mix``, each environment's share of ``groups``."""
-        found, counts = self._sampler.status(), Counter(group.env_key for group in groups)
+        found, counts = self._draws.sampler.status(), Counter(group.env_key for group in groups)
         return {"mix": {env: counts[env] / max(len(groups), 1) for env in found["mix_total"]}, **found}
 
     def state(self) -> dict[str, Any]:
         """JSON-able state for `load`."""
-        handed_out: defaultdict[int, list[str]] = defaultdict(list)
-        for play in self._plays:
-            handed_out[play.step].append(play.task.key)
-        pending = [*handed_out.values(), *([task.key for task in tasks] for tasks in self._again)]
-        return {"sampler": self._sampler.state_dict(), "pending": pending}
+        groups = [[play.step, play.slot, play.round, play.task.key] for play in self._plays]
+        finished = {}
+        for place, result in self._storable():
+            counts = self._plays[place].accounting + result.accounting
+            finished[str(place)] = {"accounting": asdict(counts), "seconds": result.seconds}
+        back = {"tokens": self._tokens, "episodes": self._episodes}
+        return {"groups": groups, "finished": finished, "back": back, **self._draws.state()}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of `state`.
+    def finished(self) -> list[Trajectory]:
+        """Episodes of the groups that came back and wait for their batch; ``group``: their places in `state`.
+
+        Groups with images or expert routing, which files do not hold, are left out, as are those of an outage; they are
+        played again.
+        """
+        return [replace(t, group=place) for place, result in self._storable() for t in result.groups[0].trajectories]
+
+    def load(self, state: Mapping[str, Any], step: int, finished: Sequence[Trajectory] = ()) -> None:
+        """Restore the result of `state`, saved after ``step`` steps, and of `finished`.
 
         Raises:
             UserError: it belongs to other tasks.
         """
-        self._sampler.load_state_dict(state["sampler"])
-        self._again = deque([self._by_key[key] for key in keys] for keys in state.get("pending", ()))
+        tasks = self._draws.load(state, step)
+        back = state.get("back", {"tokens": 0, "episodes": 0})
+        self._tokens, self._episodes = back["tokens"], back["episodes"]
+        groups = state.get("groups", ())
+        if state.get("size", self._size) != self._size:  # another rollout.prompts_per_step: they are drawn again
+            self._draws.first([tasks[key] for *_, key in groups], step)
+            groups, finished = (), ()
+        self._plays = [_GroupPlay(at, slot, tasks[key], number) for at, slot, number, key in groups]
+        episodes = defaultdict(list)
+        for trajectory in finished:
+            episodes[trajectory.group].append(trajectory)
+        for place, found in episodes.items():
+            play, noted = self._plays[place], state["finished"][str(place)]
+            play.work = asyncio.get_running_loop().create_future()
+            group = Group(place, play.task.key, play.task.env_key, found)
+            play.work.set_result(CollectResult([group], Accounting(**noted["accounting"]), noted["seconds"]))
 
     async def close(self) -> None:
         """Cancel the running episodes. Idempotent."""
-        plays, self._plays = self._plays, []
-        for play in plays:
-            play.work.cancel()
-        await asyncio.gather(*(play.work for play in plays), return_exceptions=True)
+        works = [play.work for play in self._plays if play.work is not None]
+        self._plays = []
+        for work in works:
+            work.cancel()
+        await asyncio.gather(*works, return_exceptions=True)
 
-    def _play_ahead(self, step: int) -> None:
-        """Request the groups of ``step``, and of the steps that may play ahead."""
-        last = min(step + self._config.rollout.max_staleness, self._config.run.last_step - 1)
-        first = self._plays[-1].step + 1 if self._plays else step
-        for number in range(first, last + 1):
-            tasks = self._again.popleft() if self._again else self._sampler.next()
-            plays = [_GroupPlay(number, place, task) for place, task in enumerate(tasks)]
-            self._plays += plays
-            for play in plays:
-                self._start(play)
+    def _fill(self, step: int) -> None:
+        """Play the groups of the batch of ``step``, and those that may play ahead of it."""
+        left = (self._config.run.last_step - step) * self._size
+        wanted = min(self._size + self._ahead, left)
+        while len(self._plays) < wanted:
+            number, tasks = self._draws.next()
+            self._plays += [_GroupPlay(number, slot, task) for slot, task in enumerate(tasks)]
+        for play in self._plays[:wanted]:
+            if play.work is None:
+                self._start(play, step)
 
-    def _start(self, play: _GroupPlay) -> None:
-        """Play a group, or play it again."""
-        play.ended = 0
-        play.work = asyncio.create_task(self._collect(play))
+    def _start(self, play: _GroupPlay, version: int) -> None:
+        """Play what a group has not kept of earlier attempts."""
+        play.ended, play.version, play.stop = len(play.kept), version, asyncio.Event()
+        play.work = asyncio.create_task(self._play(play))
         play.work.add_done_callback(self._returned)
         if self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def _returned(self, _work: asyncio.Task[CollectResult]) -> None:
-        if all(play.work.done() for play in self._plays):
+    def _returned(self, _work: asyncio.Future[CollectResult]) -> None:
+        if not any(play.playing for play in self._plays):
             self._idle_since = time.monotonic()
 
     def _take_idle(self, now: float) -> float:
@@ -201,8 +281,28 @@ class Batches:
         self._idle_s = 0.0
         return idle
 
+    async def _play(self, play: _GroupPlay) -> CollectResult:
+        """Play a group; one without signal is replaced as often as it may be."""
+        while True:
+            result = await self._collect(play)
+            group = result.groups[0]
+            self._tokens += sum(int(t.action_mask.sum()) for t in group.trajectories)
+            self._episodes += len(group.trajectories)
+            if play.stop.is_set() or play.round == self._rule.max_replacements or not self._lacks_signal(group):
+                return result
+            play.accounting += result.accounting.moved(group.trajectories, "replaced")
+            play.dropped.append(group)
+            play.round, play.ended, play.kept = play.round + 1, 0, {}
+            play.task = self._draws.replacement(play.step, play.slot, play.round)
+
+    def _lacks_signal(self, group: Group) -> bool:
+        """Whether advantages are 0, with at least one known reward; in an outage no task would help."""
+        rewards = shaped_rewards(group, self._config.algorithm)
+        return any(map(is_known, rewards)) and not has_signal(rewards)
+
     async def _collect(self, play: _GroupPlay) -> CollectResult:
         run, rollout = self._config.run, self._config.rollout
+        place = play.slot + play.round * self._size  # of no other group of the step: a task may come twice
         request = CollectRequest(
             step=play.step,
             tasks=[play.task],
@@ -210,24 +310,25 @@ class Batches:
             temperature=rollout.sampling.temperature,
             purpose="train",
             seed=run.seed if run.deterministic else None,
-            first=play.place,
+            first=place,
+            played={(place, sample): trajectory for sample, trajectory in play.kept.items()},
         )
 
         def ended(_: Trajectory) -> None:
             play.ended += 1
 
-        return await self._rollout.collect(request, ended)
+        return await self._rollout.collect(request, ended, play.stop)
 
-    async def _complete(self, step: int, plays: Sequence[_GroupPlay]) -> list[CollectResult]:
-        """Wait for all groups of a step; while not one reward is known, wait for the environment and play all again.
+    async def _complete(self, step: int) -> list[_GroupPlay]:
+        """Wait for a batch; while not one reward in it is known, wait for the environment and play all of it again.
 
         Raises:
             Outage: no reward became known for too long, or every attempt would end in the same way.
         """
         began, pause = None, FIRST_PROBE_S
         while True:
-            results = await asyncio.gather(*(self._fresh(play, step) for play in plays))
-            trajectories = [t for result in results for t in trajectories_of(result.groups)]
+            chosen = await self._choose(step)
+            trajectories = [t for play in chosen for t in trajectories_of(play.result().groups)]
             reason = why_nothing_is_known(trajectories)
             if reason is None:
                 break
@@ -236,30 +337,113 @@ class Batches:
             alert(log, "outage", f"step {step + 1}: not one reward is known; most often {reason}")
             began = time.monotonic() if began is None else began
             pause = await self._wait_for_environment(step, reason, began, pause)
-            for play, result in zip(plays, results, strict=True):
-                play.accounting += result.accounting.all_retried()
-                self._start(play)
-        if stale := sum(play.accounting.stale > 0 for play in plays):
+            for play in chosen:
+                play.accounting += play.result().accounting.all_retried()
+                play.kept = {}
+                self._start(play, step)
+        if stale := sum(play.accounting.stale > 0 for play in chosen):
             log.warning("step %d: %d groups were too old and were played again", step + 1, stale)
-        return results
+        return chosen
 
-    async def _fresh(self, play: _GroupPlay, version: int) -> CollectResult:
-        """Wait for a group; one that is too old is played again.
+    def _eligible(self, step: int) -> list[_GroupPlay]:
+        """Return the groups that the batch of ``step`` may have, in the order in which they were drawn."""
+        window = self._rule.window
+        last = None if window is None else (step // window + 1) * window
+        return [play for play in self._plays if play.work is not None and (last is None or play.step < last)]
+
+    async def _choose(self, step: int) -> list[_GroupPlay]:
+        """Wait until enough groups are back, and return the first of them in the order in which they were drawn.
 
         Raises:
             RolloutFailed: an engine samples with weights that are too old.
         """
-        most, result = self._config.rollout.max_staleness, await play.work
-        if age(result.groups[0], version) > most:
-            play.accounting += result.accounting.outdated(result.groups[0].trajectories)
-            self._start(play)
-            result = await play.work
-        if (oldest := age(result.groups[0], version)) > most:
+        while True:
+            eligible = self._eligible(step)
+            for play in eligible:
+                if play.done:
+                    self._judge(play, step)
+            done = [play for play in eligible if play.done]
+            if len(done) >= self._size:
+                return done[: self._size]
+            await asyncio.wait(_works(eligible), return_when=asyncio.FIRST_COMPLETED)
+
+    def _judge(self, play: _GroupPlay, version: int) -> None:
+        """Play those episodes of a group again that are too old.
+
+        Raises:
+            RolloutFailed: an engine samples with weights that are too old.
+        """
+        most, result = self._config.rollout.max_staleness, play.result()
+        old = [t for t in result.groups[0].trajectories if oldest(t, version) > most]
+        if not old or self._config.rollout.too_old != "again":
+            return
+        if play.version == version and play.accounting.stale:
             raise RolloutFailed(
-                f"step {play.step + 1}: an engine samples with weights that are {oldest} versions old although it was "
-                f"given version {version}."
+                f"step {version + 1}: an engine samples with weights that are "
+                f"{max(oldest(t, version) for t in old)} versions old although it was given version {version}."
             )
-        return result
+        play.keep(result, old, "stale")
+        self._start(play, version)
+
+    def _will_be_too_old(self, play: _GroupPlay, version: int) -> bool:
+        """Whether a group in play began with weights so old that some of it would be played again."""
+        rollout = self._config.rollout
+        return rollout.too_old == "again" and play.playing and version - play.version > rollout.max_staleness
+
+    async def _leave_unfinished(self, step: int) -> int:
+        """Do with the groups that still play what ``rollout.unfinished`` says; returns their number."""
+        playing = [play for play in self._plays if play.playing]
+        match self._config.rollout.unfinished:
+            case "wait" if playing:
+                await asyncio.wait(_works(playing))
+            case "again":
+                await self._stop(playing, step + 1)
+        return len(playing)
+
+    async def _stop(self, plays: Sequence[_GroupPlay], version: int) -> None:
+        """Stop groups, which are played again later. Their episodes with a known reward are kept, unless they will be
+        too old for weight version ``version``.
+
+        Raises:
+            RolloutFailed: an engine or a worker died too often.
+        """
+        for play in plays:
+            play.stop.set()
+        await asyncio.gather(*_works(plays))
+        for play in plays:
+            result = play.result()
+            lost = [t for t in result.groups[0].trajectories if not is_known(t.reward)]
+            play.keep(result, lost, "unfinished")
+            old = [t for t in play.kept.values() if oldest(t, version) > self._config.rollout.max_staleness]
+            if self._config.rollout.too_old == "again" and old:
+                play.accounting = play.accounting.moved(old, "stale")
+                for trajectory in old:
+                    del play.kept[trajectory.sample]
+            play.work = None
+
+    def _stream(self, chosen: Sequence[_GroupPlay]) -> dict[str, float]:
+        """Metrics of a batch that did not wait for all of its groups, by which its bias to short episodes is seen."""
+        waiting = [(play.step, play.slot) for play in self._plays if play.playing]
+        overtaking = [play for play in chosen if waiting and (play.step, play.slot) > min(waiting)]
+        tokens = [int(t.action_mask.sum()) for play in chosen for t in play.result().groups[0].trajectories]
+        mean = self._tokens / max(self._episodes, 1)
+        found = {"overtaking_share": len(overtaking) / len(chosen), "replaced_groups": sum(p.round for p in chosen)}
+        if mean:
+            found["length_ratio"] = float(np.mean(tokens)) / mean
+        return found
+
+    def _storable(self) -> list[tuple[int, CollectResult]]:
+        """Results whose episodes a file can hold, some with a known reward, with their places in `state`."""
+        found = []
+        for place, play in enumerate(self._plays):
+            work = play.work
+            if work is not None and work.done() and not work.cancelled() and work.exception() is None:
+                result = work.result()
+                episodes = result.groups[0].trajectories
+                whole = not any(t.image_spans or t.routing is not None for t in episodes)
+                if whole and any(is_known(t.reward) for t in episodes):
+                    found.append((place, result))
+        return found
 
     async def _wait_for_environment(self, step: int, reason: str, began: float, pause: float) -> float:
         """Wait until the environment answers, at least ``pause`` seconds; returns the next pause."""
@@ -279,8 +463,9 @@ class Batches:
             alert(log, "outage", f"step {step + 1}: waiting for the environment: {problem}")
 
     def _build(self, version: int, groups: list[Group], accounting: Accounting) -> StepBatch:
-        began, algorithm = time.monotonic(), self._config.algorithm
-        batch = build_data(groups, algorithm, version if self._config.rollout.max_staleness else None)
+        began, algorithm, rollout = time.monotonic(), self._config.algorithm, self._config.rollout
+        limit = None if rollout.too_old == "again" else AgeLimit(rollout.max_staleness, rollout.too_old == "drop")
+        batch = build_data(groups, algorithm, version if self._ahead or rollout.max_staleness else None, limit)
         built = time.monotonic()
         updates = [list(part) for part in split_batch(batch, self._config.policy.updates_per_batch, algorithm)]
         seconds = {
@@ -290,9 +475,119 @@ class Batches:
         return StepBatch(groups, batch, updates, accounting, staleness(groups, version), seconds)
 
 
-def age(group: Group, version: int) -> int:
-    """Return the weight versions between the oldest sampled token of ``group`` and ``version``."""
-    return int(staleness([group], version).max(initial=0))
+class _Draws:
+    """Tasks in the order in which they are played: those of each step, and those that replace some of them.
+
+    Which task replaces which depends on neither time nor other replacements, so that equal seeds give equal batches.
+
+    Attributes:
+        sampler: where they come from.
+    """
+
+    def __init__(self, sampler: Sampler, tasks: Sequence[Task], size: int) -> None:
+        """Args: ``size``: groups of a step."""
+        self.sampler, self._size = sampler, size
+        self._by_key = {task.key: task for task in tasks}
+        self._drawn = 0
+        self._first: list[Task] = []
+        self._spare: list[Task] = []
+        self._environments: dict[int, list[str]] = {}
+        self._rounds: dict[tuple[int, int], list[Task | None]] = {}
+
+    def next(self) -> tuple[int, list[Task]]:
+        """Return the number of the next step, and its tasks."""
+        while len(self._first) < self._size:
+            self._first += self.sampler.next()
+        tasks, self._first = self._first[: self._size], self._first[self._size :]
+        number, self._drawn = self._drawn, self._drawn + 1
+        self._environments[number] = [task.env_key for task in tasks]
+        return number, tasks
+
+    def replacement(self, step: int, slot: int, number: int) -> Task:
+        """Return the task of replacement ``number`` (from 1) of a slot: of the same environment where there is one."""
+        if (step, number) not in self._rounds:
+            wanted = self._environments[step]
+            for _ in range(MOST_DRAWS):
+                if not Counter(wanted) - Counter(task.env_key for task in self._spare):
+                    break
+                self._spare += self.sampler.next()
+            self._rounds[step, number], self._spare = _matched(wanted, self._spare)
+        row = self._rounds[step, number]
+        task, row[slot] = row[slot], None
+        assert task is not None, "a slot is replaced once in each round"
+        return task
+
+    def forget(self, steps: Collection[int]) -> None:
+        """Give back what was not needed for other steps than ``steps``."""
+        for step, number in sorted(self._rounds.keys()):
+            if step not in steps:
+                self._spare += [task for task in self._rounds.pop((step, number)) if task is not None]
+        for step in [step for step in self._environments if step not in steps]:
+            del self._environments[step]
+
+    def first(self, tasks: Iterable[Task], step: int) -> None:
+        """Let these be drawn next, for step ``step`` and those after it."""
+        self._first, self._drawn = [*tasks, *self._first], step
+        self._rounds.clear()
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able state for `load`."""
+        rounds = [[*at, [task and task.key for task in row]] for at, row in self._rounds.items()]
+        return {
+            "sampler": self.sampler.state_dict(),
+            "size": self._size,
+            "drawn": self._drawn,
+            "first": [task.key for task in self._first],
+            "spare": [task.key for task in self._spare],
+            "environments": [[step, names] for step, names in self._environments.items()],
+            "rounds": rounds,
+        }
+
+    def load(self, state: Mapping[str, Any], step: int) -> Mapping[str, Task]:
+        """Restore the result of `state`, saved after ``step`` steps; returns the tasks by key.
+
+        Raises:
+            UserError: it belongs to other tasks.
+        """
+        self.sampler.load_state_dict(state["sampler"])
+        named = self._by_key
+        self._drawn = int(state.get("drawn", step))
+        pending = [key for keys in state.get("pending", ()) for key in keys]  # of checkpoints of before
+        self._first = [named[key] for key in (*pending, *state.get("first", ()))]
+        self._spare = [named[key] for key in state.get("spare", ())]
+        self._environments = {at: list(names) for at, names in state.get("environments", ())}
+        rows = state.get("rounds", ())
+        self._rounds = {(at, number): [key and named[key] for key in keys] for at, number, keys in rows}
+        return named
+
+
+def _matched(environments: Sequence[str], tasks: Sequence[Task]) -> tuple[list[Task | None], list[Task]]:
+    """Return a task for each of ``environments``, of that environment as far as there are such, and what is left."""
+    left = list(tasks)
+    chosen: list[Task | None] = []
+    for name in environments:
+        same = next((task for task in left if task.env_key == name), None)
+        chosen.append(same)
+        if same is not None:
+            left.remove(same)
+    return [left.pop(0) if task is None else task for task in chosen], left
+
+
+def _works(plays: Iterable[_GroupPlay]) -> list[asyncio.Future[CollectResult]]:
+    """Attempts that have not ended."""
+    return [play.work for play in plays if play.work is not None and not play.work.done()]
+
+
+def _numbered(group: Group, place: int) -> Group:
+    """Return a group as number ``place`` of its batch."""
+    for trajectory in group.trajectories:
+        trajectory.group = place
+    return replace(group, index=place)
+
+
+def oldest(trajectory: Trajectory, version: int) -> int:
+    """Return the weight versions between the oldest sampled token of ``trajectory`` and ``version``."""
+    return max((age for _, age in trajectory.ages(version)), default=0)
 
 
 def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
@@ -302,12 +597,17 @@ def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
 
 
 @asynccontextmanager
-async def _shown(plays: Sequence[_GroupPlay], show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
-    """Show inside how many episodes of ``plays`` have ended."""
+async def _shown(
+    plays: Callable[[], Sequence[_GroupPlay]], size: int, show: ShowProgress, interval_s: float = 0.5
+) -> AsyncIterator[None]:
+    """Show inside how many episodes have ended of the ``size`` groups that are furthest."""
+
+    def ended() -> int:
+        return sum(heapq.nlargest(size, (play.ended for play in plays())))
 
     async def watch() -> None:
         while True:
-            show(sum(play.ended for play in plays))
+            show(ended())
             await asyncio.sleep(interval_s)
 
     watching = asyncio.create_task(watch())
@@ -315,4 +615,4 @@ async def _shown(plays: Sequence[_GroupPlay], show: ShowProgress, interval_s: fl
         yield
     finally:
         watching.cancel()
-        show(sum(play.ended for play in plays))
+        show(ended())

@@ -104,7 +104,7 @@ class Training:
             self._guard.load(state["guard"])
         self._step = 0 if state is None else int(state["step"])
         self._saves.saved_step = self._recorded_step = None if state is None else self._step
-        async with self._open(state) as self._attempt:
+        async with self._open(state, None if found is None else found.path) as self._attempt:
             try:
                 await self._steps()
             except (Stopped, Outage, EnvironmentFailed, BudgetSpent):
@@ -156,7 +156,7 @@ class Training:
         with clock.phase("sync_weights"):
             difference = await self._engines.update(self._step)
         seconds = clock.read() | self._engines.read_seconds()
-        attempt.batches.trained(batch.groups)
+        attempt.batches.trained()
         attempt.records.trajectories(self._step, batch.groups)
         more = self._engines.memory() | await self._engines.statistics() | self._saves.metrics()
         attempt.finish_step(self._step, batch, reports, seconds, more, difference)
@@ -180,7 +180,7 @@ class Training:
 
     def _commit(self, probe: Probe | None) -> None:
         state = {"step": self._step, "guard": self._guard.state(), **self._attempt.state()}
-        self._saves.commit(state if probe is None else state | {"probe": probe})
+        self._saves.commit(state if probe is None else state | {"probe": probe}, self._attempt.files())
 
     async def _save_now(self) -> None:
         """Save the newest step, because the attempt ends. One that is not recorded, and its update, is done again."""

@@ -87,7 +87,9 @@ class Collector:
         self._handing_out: asyncio.Task[None] | None = None
         self._batches: set[asyncio.Task[None]] = set()
 
-    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult:
+    async def collect(
+        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+    ) -> CollectResult:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers), on_episode)
@@ -98,7 +100,7 @@ class Collector:
         self._hand_out_from_now_on()
         running.finish_if_done()
         try:
-            async with _budget(request.budget_s, partial(self._stop, running)):
+            async with _given_up(request.budget_s, stop, partial(self._stop, running)):
                 await running.over
             return collection.result(time.monotonic() - started)
         finally:
@@ -206,18 +208,25 @@ class Collector:
 
 
 @asynccontextmanager
-async def _budget(seconds: float | None, stop: Callable[[str], Awaitable[None]]) -> AsyncIterator[None]:
-    """Await ``stop`` with the reason if the block takes longer than ``seconds``; ``None``: no limit."""
-    if seconds is None:
-        yield
-        return
+async def _given_up(
+    seconds: float | None, asked: asyncio.Event | None, stop: Callable[[str], Awaitable[None]]
+) -> AsyncIterator[None]:
+    """Await ``stop`` with the reason if the block takes longer than ``seconds``, or once ``asked`` is set; ``None``:
+    never.
+    """
 
-    async def later() -> None:
+    async def later(seconds: float) -> None:
         await asyncio.sleep(seconds)
         await stop(f"the budget of {seconds:g} s was over")
 
-    stopping = asyncio.create_task(later())
+    async def when(asked: asyncio.Event) -> None:
+        await asked.wait()
+        await stop("it was not needed any more, or is played again after an update")
+
+    watches = [] if seconds is None else [asyncio.create_task(later(seconds))]
+    watches += [] if asked is None else [asyncio.create_task(when(asked))]
     try:
         yield
     finally:
-        stopping.cancel()
+        for watch in watches:
+            watch.cancel()

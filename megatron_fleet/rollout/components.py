@@ -90,11 +90,21 @@ class WorkerSlot(Component):
     """Slot of one EpisodeWorker."""
 
     def __init__(
-        self, name: str, log: str, make: Callable[[], Any], start_timeout_s: float, run_timeout_s: float
+        self,
+        name: str,
+        log: str,
+        make: Callable[[], Any],
+        start_timeout_s: float,
+        run_timeout_s: float,
+        slept_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Args: ``make``: creates the actor."""
+        """
+        Args:
+            make: creates the actor.
+            slept_s: returns the seconds that engines have slept so far, by which a batch may take longer.
+        """
         super().__init__(name, log)
-        self._make = make
+        self._make, self._slept_s = make, slept_s
         self._start_timeout_s = start_timeout_s
         self._run_timeout_s = run_timeout_s
         self._actor: Any = None
@@ -118,7 +128,7 @@ class WorkerSlot(Component):
         """
         actor = self._actor
         try:
-            return await within(actor.run.remote(list(specs)), self._run_timeout_s)
+            return await self._within_run(actor.run.remote(list(specs)))
         except RayTaskError:
             raise
         except (RayError, TimeoutError) as error:  # the worker's host may be lost, too
@@ -149,6 +159,18 @@ class WorkerSlot(Component):
     async def close(self) -> None:
         if self._actor is not None:
             ray.kill(self._actor)
+
+    async def _within_run(self, played: Any) -> list[Trajectory]:
+        """Await a batch; time in which engines sleep does not count. Raises TimeoutError."""
+        limit, slept = self._run_timeout_s, self._slept_s()
+        while True:
+            try:
+                trajectories: list[Trajectory] = await within(played, limit)
+                return trajectories
+            except TimeoutError:
+                limit, slept = self._slept_s() - slept, self._slept_s()
+                if limit <= 0:
+                    raise
 
     async def _tell(self, call: Awaitable[None]) -> None:
         """Await a call that may time out here: the worker still receives it later, unless it is lost."""

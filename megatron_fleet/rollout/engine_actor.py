@@ -63,6 +63,9 @@ class EngineActor(Sampler):
         self._statistics: StatisticsLogger | None = None
         self._asking: asyncio.Task[None] | None = None
         self._asleep = False
+        self._sleeps = 0
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     async def start(self) -> None:
         """Load the model (seconds to minutes). Blocks only this actor.
@@ -119,16 +122,24 @@ class EngineActor(Sampler):
     async def _generate(
         self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
+        await self._awake.wait()  # before the deadline begins, and before a prefix of older weights could be named
+        sleeps = self._sleeps
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
         name, limit = str(next(self._numbers)), self._config.rollout.engine.turn_timeout_s(params.max_tokens)
         with _TurnDeadline(self._llm, name, limit) as deadline:
             output = await self._sampled(name, prompt, images, _vllm_params(params, len(prompt)), salt)
         completion = output.outputs[0]
         self._tokens += len(completion.token_ids)
+        reason = completion.finish_reason
+        if reason == "abort":
+            if self._sleeps != sleeps:
+                reason = "interrupted"
+            elif deadline.passed:
+                reason = "deadline"
         return Generation(
             np.asarray(completion.token_ids, np.int32),
             np.asarray(completion.logprobs.logprobs if completion.token_ids else (), np.float32),
-            "deadline" if deadline.passed and completion.finish_reason == "abort" else completion.finish_reason,
+            reason,
             tuple((int(span.version), span.start, span.end) for span in completion.weight_versions or ()),
             None if params.routing_start is None else _routing(completion.routed_experts),
         )
@@ -218,7 +229,8 @@ class EngineActor(Sampler):
                 await self._llm.resume_generation()
 
     async def sleep(self) -> str | None:
-        """Release the device: weights and KV cache are lost, requests wait until both are awake.
+        """Release the device: weights and KV cache are lost. Requests in flight are answered with the tokens sampled so
+        far, as ``interrupted``; new ones wait until both are awake.
 
         Returns:
             Reason why no memory was freed, if the platform cannot free it; everything else behaves the same then.
@@ -227,7 +239,10 @@ class EngineActor(Sampler):
 
         async with self._updating("its falling asleep"):
             self._asleep = True
-            await self._llm.sleep(level=2)
+            self._sleeps += 1
+            self._awake.clear()
+            self._server.tell(asleep=True)
+            await self._llm.sleep(level=2, mode="abort")
         if current_platform.is_sleep_mode_available():
             return None
         return f"vLLM frees no memory on platform {current_platform.device_name!r}"
@@ -237,6 +252,8 @@ class EngineActor(Sampler):
         async with self._updating("its waking up"):
             if await self._llm.wake_up([part]):
                 self._asleep = False
+                self._awake.set()
+                self._server.tell(asleep=False)
 
     async def _check_paused(self) -> None:
         """Refuse to load weights while scheduling: a request with uninitialised parameters would crash the engine."""

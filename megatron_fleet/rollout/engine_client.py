@@ -7,13 +7,16 @@ import itertools
 import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from megatron_fleet.agents.settings import stable_seed
 from megatron_fleet.agents.token_engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.models.images import PlacedImage
+from megatron_fleet.platform.deadlines import DeadlineClock
 
 MAX_SESSIONS = 65_536
 """Remembered session-to-replica assignments; forgetting one only costs a prefix-cache miss."""
@@ -90,6 +93,8 @@ class _Replica:
         self._token, self._health_timeout_s = token, health_timeout_s
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
+        self._clocks: dict[int, DeadlineClock] = {}
+        self._asleep = False
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         self._heard = asyncio.Event()
@@ -110,7 +115,21 @@ class _Replica:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
+        """Sample one turn. If the engine goes to sleep meanwhile, the rest is sampled when it is awake, with the weights
+        that it has then and a seed of its own; the episode's deadline stands still until then.
+        """
         ids = np.asarray(prompt_ids, np.int32)
+        parts: list[Generation] = []
+        while True:
+            part = await self._sample(ids, _rest(params, parts), session, images)
+            parts.append(part)
+            if part.finish_reason != "interrupted":
+                return _joined(parts, len(prompt_ids))
+            ids = np.concatenate([ids, part.token_ids])
+
+    async def _sample(
+        self, ids: np.ndarray, params: SamplingParams, session: str, images: Sequence[PlacedImage]
+    ) -> Generation:
         sampling = (params.temperature, params.max_tokens, params.stop_token_ids, params.seed, params.routing_start)
         places = [(placed.start, placed.end, placed.digest) for placed in images]
         request = (session, ids, *sampling, places)
@@ -125,6 +144,9 @@ class _Replica:
         number = next(self._numbers)
         answer: asyncio.Future[Generation] = asyncio.get_running_loop().create_future()
         self._waiting[number] = answer  # before connecting, so that the load counts for the next session
+        clock = self._clocks[number] = DeadlineClock.current()
+        if self._asleep:
+            clock.stop()
         writer = None
         try:
             writer = await self._connected()
@@ -138,6 +160,15 @@ class _Replica:
             raise
         finally:
             self._waiting.pop(number, None)
+            self._clocks.pop(number).go_on()
+
+    def _sleeps(self, asleep: bool) -> None:
+        self._asleep = asleep
+        for clock in self._clocks.values():
+            if asleep:
+                clock.stop()
+            else:
+                clock.go_on()
 
     def _send_image(self, writer: asyncio.StreamWriter, placed: PlacedImage) -> None:
         if placed.digest not in self._sent:
@@ -203,12 +234,18 @@ class _Replica:
         try:
             while (frame := await frames.read(reader)) is not None:
                 self._heard.set()
-                if frame != ["healthy"]:
-                    self._settle(frame)
+                match frame:
+                    case ["healthy"]:
+                        pass
+                    case ["asleep", bool(asleep)]:
+                        self._sleeps(asleep)
+                    case _:
+                        self._settle(frame)
         except (ValueError, TypeError, LookupError, OverflowError):
             pass  # a malformed frame is handled like a lost connection
         finally:
             self._writer = None
+            self._sleeps(False)
             watching.cancel()
             writer.close()
             for answer in self._waiting.values():
@@ -232,3 +269,41 @@ class _Replica:
             answer.set_exception(_ImagesMissing("the images of this prompt are more than an engine keeps at once"))
         else:
             answer.set_exception(EngineRefused(rest[0]))
+
+
+def _rest(params: SamplingParams, parts: Sequence[Generation]) -> SamplingParams:
+    """Return the parameters for what ``parts`` of a turn left to sample."""
+    if not parts:
+        return params
+    done = sum(len(part.token_ids) for part in parts)
+    routed = sum(len(part.routing) for part in parts if part.routing is not None)
+    return replace(
+        params,
+        max_tokens=params.max_tokens - done,
+        # A generator that began again with the same seed would repeat the random numbers of the first part.
+        seed=None if params.seed is None else stable_seed(params.seed, len(parts), done),
+        routing_start=None if params.routing_start is None else params.routing_start + routed,
+    )
+
+
+def _joined(parts: Sequence[Generation], prompt: int) -> Generation:
+    """Join the parts of one turn. ``prompt``: number of tokens of its prompt."""
+    if len(parts) == 1:
+        return parts[0]
+    ends = np.cumsum([len(part.token_ids) for part in parts]).tolist()
+    versions = (
+        (version, before + start, before + end)
+        for part, before in zip(parts, [0, *ends], strict=False)
+        for version, start, end in part.versions
+        if start < end
+    )
+    routing = [part.routing for part in parts if part.routing is not None]
+    return Generation(
+        np.concatenate([part.token_ids for part in parts]),
+        np.concatenate([part.logprobs for part in parts]),
+        parts[-1].finish_reason,
+        tuple(versions),
+        np.concatenate(routing) if routing else None,
+        interruptions=len(parts) - 1,
+        recomputed=sum(prompt + end for end in ends[:-1]),
+    )

@@ -16,6 +16,7 @@ Engine to client, in any order of ``id``::
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
     ["healthy"]                 the answer to ["health"], whatever else is under way
+    ["asleep", whether]         no request goes on until it is awake again; sent to every client at each change
 
 Prompt and token ids are int32 ``[N]``, log-probs float32 ``[N]``, routing uint8 or int16 ``[R, layers, k]`` or nil; all
 are arrays of a frame. Every later prompt of an episode contains its images, so each file is sent once.
@@ -79,6 +80,8 @@ class EngineServer:
         self._token = token
         self._images = ImageStore()
         self._open = asyncio.Event()
+        self._asleep = False
+        self._clients: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
@@ -88,6 +91,12 @@ class EngineServer:
 
     def open(self) -> None:
         self._open.set()
+
+    def tell(self, *, asleep: bool) -> None:
+        """Tell all clients that the engine sleeps, or is awake again."""
+        self._asleep = asleep
+        for writer in self._clients:
+            writer.write(frames.pack("asleep", asleep))
 
     def close(self) -> None:
         if self._server is not None:
@@ -106,12 +115,16 @@ class EngineServer:
 
     async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         running: dict[int, asyncio.Task[None]] = {}
+        self._clients.add(writer)
+        if self._asleep:
+            writer.write(frames.pack("asleep", True))
         try:
             while (frame := await frames.read(reader)) is not None:
                 self._dispatch(frame, writer, running)
         except (TypeError, LookupError, OverflowError) as error:
             raise ValueError("a frame that is not a request") from error
         finally:
+            self._clients.discard(writer)
             # The client is gone: cancelling aborts its requests in vLLM.
             for task in running.values():
                 task.cancel()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -27,8 +29,32 @@ TELL_S = 120.0
 log = logging.getLogger(__name__)
 
 
+class Stopwatch:
+    """Sum of several stretches of time."""
+
+    def __init__(self) -> None:
+        self._before, self._since = 0.0, math.nan
+
+    def start(self) -> None:
+        """Begin a stretch; without effect within one."""
+        if math.isnan(self._since):
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        """End the stretch, if there is one."""
+        self._before, self._since = self.seconds(), math.nan
+
+    def seconds(self) -> float:
+        """Return the sum so far, in seconds."""
+        return self._before + (0.0 if math.isnan(self._since) else time.monotonic() - self._since)
+
+
 class Pool:
-    """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die."""
+    """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die.
+
+    Attributes:
+        asleep: time that the engines have slept.
+    """
 
     def __init__(
         self,
@@ -44,6 +70,7 @@ class Pool:
         """
         self._config, self._settings = config, settings
         self._url = ""
+        self.asleep = Stopwatch()
         self._listening = asyncio.Event()
         self.engines = [self._engine_slot(i, resend) for i in range(len(settings.engines))]
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
@@ -158,4 +185,5 @@ class Pool:
             return make_worker(self._config, self._settings, index, self._url, endpoints)
 
         log = str(self._settings.logs / f"worker-{index}.log")
-        return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, run_timeout_s)
+        slept = self.asleep.seconds
+        return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, run_timeout_s, slept)

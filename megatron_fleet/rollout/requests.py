@@ -83,6 +83,8 @@ class Accounting:
         aborted: lost with an engine or a worker and issued again.
         unstarted: given up before they reached a worker, because the collection's budget was exhausted.
         stale: returned, but too stale to train on, and played again from the start.
+        unfinished: stopped before they ended, because the batch was full, and played again from the start.
+        replaced: returned, but their group had no signal, and another task was played in its place.
     """
 
     started: int = 0
@@ -92,6 +94,8 @@ class Accounting:
     aborted: int = 0
     unstarted: int = 0
     stale: int = 0
+    unfinished: int = 0
+    replaced: int = 0
 
     def __add__(self, other: Accounting) -> Accounting:
         return Accounting(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Accounting)})
@@ -100,17 +104,22 @@ class Accounting:
         """Return the counts when all episodes with an unknown reward are played again."""
         return replace(self, unknown=0, retried=self.retried + self.unknown)
 
-    def outdated(self, trajectories: Sequence[Trajectory]) -> Accounting:
-        """Return the counts when these returned trajectories are played again because they are too stale."""
+    def moved(
+        self, trajectories: Sequence[Trajectory], to: Literal["stale", "unfinished", "replaced"]
+    ) -> Accounting:
+        """Return the counts when these returned trajectories are not part of the result after all, but count as
+        ``to``.
+        """
         known = sum(t.reward is not None for t in trajectories)
-        unknown = len(trajectories) - known
-        return replace(
-            self, known=self.known - known, unknown=self.unknown - unknown, stale=self.stale + len(trajectories)
-        )
+        unknown, moved = len(trajectories) - known, getattr(self, to) + len(trajectories)
+        counts = replace(self, known=self.known - known, unknown=self.unknown - unknown)
+        setattr(counts, to, moved)
+        return counts
 
     def check(self, wanted: int) -> None:
         """Raise RuntimeError unless the counts add up to ``wanted`` returned trajectories."""
-        ended = self.known + self.unknown + self.retried + self.aborted + self.stale
+        again = self.retried + self.aborted + self.stale + self.unfinished + self.replaced
+        ended = self.known + self.unknown + again
         if self.started + self.unstarted != ended or self.known + self.unknown != wanted:
             raise RuntimeError(f"episodes do not add up: {asdict(self)}, {wanted} wanted")
 

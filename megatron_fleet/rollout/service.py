@@ -126,7 +126,9 @@ class RolloutService:
             raise RuntimeError("the rollout was not entered")
         await asyncio.shield(self._starting)
 
-    async def collect(self, request: CollectRequest, on_episode: OnEpisode | None = None) -> CollectResult:
+    async def collect(
+        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+    ) -> CollectResult:
         """Play all episodes of ``request``. A failed episode is part of the result.
 
         Concurrent calls share ``rollout.episodes_in_flight``; free capacity goes to the earliest call. Cancelling a
@@ -134,13 +136,14 @@ class RolloutService:
 
         Args:
             on_episode: called with each episode when it has ended.
+            stop: once it is set, what has not ended is given up as ``aborted``; environments are closed.
 
         Raises:
             RolloutFailed: an engine or a worker died too often.
             EnvironmentFailed: the run's own environment server failed for too long.
         """
         await self.wait_ready()
-        return await self._pool.collector.collect(request, on_episode)
+        return await self._pool.collector.collect(request, on_episode, stop)
 
     async def environment_available(self) -> str | None:
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
@@ -181,6 +184,7 @@ class RolloutService:
         await self.wait_ready()
         from megatron_fleet.rollout.engine_slot import noted
 
+        self._pool.asleep.start()
         reasons = await asyncio.gather(*(noted(engine, "sleep", engine.sleep()) for engine in self._pool.engines))
         return next((reason for reason in reasons if reason), None)
 
@@ -196,6 +200,8 @@ class RolloutService:
         from megatron_fleet.rollout.engine_slot import noted
 
         await asyncio.gather(*(noted(engine, f"wake {part}", engine.wake(part)) for engine in self._pool.engines))
+        if part == "kv_cache":
+            self._pool.asleep.stop()
 
     async def _start(self) -> None:
         logs = self._out / "logs"

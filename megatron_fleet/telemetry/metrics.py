@@ -149,7 +149,8 @@ def data_metrics(status: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
 
 def attempt_metrics(attempts: Mapping[str, int], family: Literal["accounting", "eval/all"]) -> dict[str, float]:
     """Compute counts of attempts (started, retried, aborted, …) from the collector's accounting."""
-    names = ("started", "retried", "aborted", "unstarted" if family == "eval/all" else "stale")
+    again = ["unstarted"] if family == "eval/all" else ["stale", "unfinished", "replaced"]
+    names = ["started", "retried", "aborted", *again]
     return {f"{family}/attempts_{name}": attempts[name] for name in names}
 
 
@@ -159,7 +160,8 @@ def async_metrics(staleness: np.ndarray, replayed: int, waits: Mapping[str, floa
     Args:
         staleness: ``[N]``, weight versions since each span of tokens was sampled.
         replayed: episodes that were too old.
-        waits: shares of time in which the trainer or the engines wait, by name.
+        waits: shares of time in which the trainer or the engines wait, and what is known of the stream of groups, by
+            name.
     """
     out: dict[str, float] = {"async/staleness_violation_count": replayed}
     out |= {f"async/{name}": share for name, share in waits.items()}

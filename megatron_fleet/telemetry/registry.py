@@ -147,16 +147,22 @@ _ATTEMPTS = {
 
 _ACCOUNTING = {
     **_ATTEMPTS,
-    "episodes": "Episodes collected for this step; the sum of the six fates below.",
+    "episodes": "Episodes collected for this step; the sum of the seven fates below.",
     "trained": "Episodes that became training sequences (Datum).",
     "filtered": "Episodes left out because algorithm.group_filter leaves their group out; by default because all its "
     "known rewards are equal.",
     "unknown": "Episodes left out because their reward is unknown.",
     "too_few_known": "Episodes left out because no other reward of their group is known.",
     "masked": "Episodes whose reward counted for the group, but which were cut short (algorithm.masked_outcomes).",
+    "too_old": "Episodes whose reward counted for the group, but whose tokens are older than rollout.max_staleness "
+    "(rollout.too_old=mask or drop).",
     "no_tokens": "Episodes whose reward counted for the group, but in which the policy sampled no token.",
     "trained_tokens": "Tokens with a gradient.",
     "attempts_stale": "Episodes that were too old (rollout.max_staleness) and were played again.",
+    "attempts_unfinished": "Episodes that still played when a batch was full and were played again "
+    "(rollout.unfinished=again).",
+    "attempts_replaced": "Episodes of groups without signal, in whose place another task was played "
+    "(rollout.batch.max_replacements).",
 }
 
 _ASYNC = {
@@ -167,6 +173,12 @@ _ASYNC = {
     "staleness_violation_count": "Episodes that were too old and were played again.",
     "trainer_waits_share": "timing/rollout_wait divided by the time since the batch before was complete.",
     "engines_idle_share": "timing/engines_idle divided by the same time.",
+    "unfinished_groups": "Groups that still played when the batch was full.",
+    "replaced_groups": "Times that a group of the batch was replaced because it had no signal.",
+    "overtaking_share": "Share of the batch's groups that were taken before one drawn earlier, which still played "
+    "(rollout.batch.window).",
+    "length_ratio": "Mean sampled tokens of the batch's episodes, divided by the mean over all episodes that came back "
+    "since the start; below 1 while short episodes overtake long ones.",
 }
 
 _ENGINE = {

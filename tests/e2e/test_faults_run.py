@@ -27,7 +27,7 @@ FAULTS = (
     "env.faults.dead_session_rate=0.1",
     "env.faults.verifier_failure_rate=0.2",
 )
-FATES = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
+FATES = ("trained", "filtered", "unknown", "too_few_known", "masked", "too_old", "no_tokens")
 
 
 def advantages(episodes):

@@ -225,7 +225,7 @@ def same_as(run: Run, undisturbed: Run, elsewhere: bool) -> None:
     for row in run.metrics():
         if "accounting/episodes" not in row:
             continue
-        fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
+        fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "too_old", "no_tokens")
         assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
         assert row["accounting/unknown"] == 0
         attempts = [row[f"accounting/attempts_{name}"] for name in ("started", "retried", "aborted", "stale")]

@@ -171,7 +171,7 @@ def test_an_endpoint_s_key_is_in_no_environment_but_that_of_the_command(tmp_path
 
 def test_every_episode_is_accounted_for(first):
     for row in first.metrics()[1:]:
-        fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
+        fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "too_old", "no_tokens")
         assert sum(row[f"accounting/{fate}"] for fate in fates) == row["accounting/episodes"] == 16
 
 

@@ -343,7 +343,7 @@ async def test_an_own_environment_server_that_keeps_failing_is_an_outage(tmp_pat
     run = Run(tmp_path / "run", "checkpoint.interval=10")
     collect = run.rollout.collect
 
-    async def failing(request, on_episode=None):
+    async def failing(request, on_episode=None, stop=None):
         if request.step == 1:
             raise EnvironmentFailed("the environment server died 9 times")
         return await collect(request, on_episode)
@@ -377,7 +377,7 @@ async def test_a_restarted_engine_is_sent_the_weights_again(tmp_path):
     run = Run(tmp_path, "rollout.engine.colocated=true", "run.steps=2")
     restarted, collect = FakeEngines(VOCABULARY, []), run.rollout.collect
 
-    async def losing_an_engine(request, on_episode=None):
+    async def losing_an_engine(request, on_episode=None, stop=None):
         if (request.step, request.first) == (1, 0):
             run.calls.append("engine lost")
             await run.rollout.resend(restarted, 1)
@@ -470,7 +470,7 @@ def tasks_by_step(requests):
     return dict(found)
 
 
-async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
+async def test_groups_that_came_back_before_a_checkpoint_are_kept_and_the_others_played_after_it(tmp_path):
     run = Run(
         tmp_path, "algorithm=importance_weighted", "rollout.max_staleness=2", "run.steps=8", "checkpoint.interval=2"
     )
@@ -485,10 +485,12 @@ async def test_tasks_played_ahead_of_a_checkpoint_are_played_after_it(tmp_path):
     run.fresh()
     await run.go()
     after = tasks_by_step(run.rollout.requests)
-    assert min(after) == 4
-    assert {step: before[step] for step in (4, 5)} == {step: after[step] for step in (4, 5)}
+    assert min(after) == 5
+    assert before[5] == after[5]
     played = {**before, **after}
     assert len([key for step in range(8) for key in played[step]]) == 32
+    assert [row["async/staleness_max"] for row in run.rows()] == [0, 1, 2, 2, 2, 1, 2, 2]
+    assert all(row["accounting/attempts_started"] == row["accounting/episodes"] == 16 for row in run.rows())
 
 
 async def test_a_run_that_only_skips_stops_and_can_be_resumed(tmp_path):

@@ -55,7 +55,7 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
     rollout, clock, events, shown = FakeRollout(16), asyncio.get_running_loop(), [], []
     played = rollout.collect
 
-    async def collect(request, on_episode=None):
+    async def collect(request, on_episode=None, stop=None):
         events.append((request.first, clock.time() - began))
         first_time = sum(place == request.first for place, _ in events) == 1
         rollout.engines.version = -5 if request.first == 1 and first_time else 0

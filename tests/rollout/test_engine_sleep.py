@@ -33,7 +33,8 @@ class FakeLlm:
     async def is_paused(self):
         return True
 
-    async def sleep(self, level):
+    async def sleep(self, level, mode):
+        assert mode == "abort"
         await self.__getattr__(f"sleep {level}")()
         self.asleep = {"weights", "kv_cache"}
 

@@ -11,13 +11,14 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
 from rollout_config import rollout_config
 from rollout_runs import TIMEOUT_S, engine_of, running, starting_core
-from tiny_model import greedy_continuation, write_tiny_model
+from tiny_model import greedy_continuation, logprobs, write_tiny_model
 from waiting import wait_until
 
 from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
@@ -171,6 +172,46 @@ def test_a_trainer_that_gives_an_update_up_leaves_nobody_serving_until_the_next_
     for result in [answer for some in asking for answer in some.result(TIMEOUT_S)]:
         assert isinstance(result, EngineLost) or result.versions == ((rollout.version, 0, TOKENS),)
     check_serves(rollout, "a")
+
+
+def test_requests_go_on_after_a_sleep_with_the_weights_of_then(rollout):
+    """Each token is what the weights of its version say, on both sides of the seam, greedy and sampled."""
+    tokens = 1900  # as many as the context holds: they must outlast the sleep
+    prompts = [PROMPTS[0], PROMPTS[1], PROMPTS[2]]
+    sampled = SamplingParams(1.0, tokens, (), 5)
+
+    async def begin():
+        engine = await engine_of(rollout.service)
+        params = [SamplingParams(0.0, tokens, (), None), sampled, sampled]
+        calls = [engine.generate(p, q, str(i)) for i, (p, q) in enumerate(zip(prompts, params, strict=True))]
+        asking = [asyncio.create_task(call) for call in calls]
+        await engine.generate([5], SamplingParams(0.0, 1, (), 1), "last")
+        return asyncio.gather(*asking)
+
+    async def end(asking):
+        return await asking
+
+    rollout.sync("a")
+    asking = rollout.run(begin())
+    rollout.run(rollout.service.sleep())
+    rollout.run(rollout.service.wake("weights"))
+    rollout.sync("b")
+    rollout.run(rollout.service.wake("kv_cache"))
+    results = rollout.run(end(asking))
+    for prompt, result in zip(prompts, results, strict=True):
+        (first, start, cut), (second, again, last) = result.versions
+        assert (first, second, start, again, last) == (rollout.version - 1, rollout.version, 0, cut, tokens)
+        assert 0 < cut < tokens and len(result.token_ids) == len(result.logprobs) == tokens
+        assert (result.interruptions, result.recomputed, result.finish_reason) == (1, len(prompt) + cut, "length")
+        ids = [*prompt, *result.token_ids.tolist()]
+        for name, where in (("a", slice(0, cut)), ("b", slice(cut, tokens))):
+            said = logprobs(rollout.models[name], ids)[len(prompt) - 1 : -1][where]
+            chosen = result.token_ids[where]
+            if result is results[0]:
+                assert chosen.tolist() == said.argmax(-1).tolist()
+            else:
+                differences = result.logprobs[where] - said[np.arange(len(chosen)), chosen]
+                assert np.abs(differences).max() < 1e-5
 
 
 def test_requests_wait_until_the_engine_is_wholly_awake(rollout):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 VOCABULARY = 512
 
 
@@ -44,4 +46,15 @@ def greedy_continuation(folder: Path, prompts: Sequence[list[int]], tokens: int)
             pad_token_id=0,
         )  # fmt: skip
         said.append(ids[0, len(prompt) :].tolist())
+    return said
+
+
+def logprobs(folder: Path, ids: Sequence[int]) -> np.ndarray:
+    """Log-probs float32 ``[T, V]`` of the token after each, by transformers, with the weights in ``folder``."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        said: np.ndarray = model(torch.tensor([list(ids)])).logits[0].log_softmax(-1).numpy()
     return said

@@ -25,7 +25,7 @@ from megatron_fleet.telemetry.metrics import (
 )
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
-ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4}
+ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4, "unfinished": 5, "replaced": 7}
 ELSEWHERE = (
     *("checkpoint/", "data/", "engine/", "timing/loop_lag", "timing/start_limit", "timing/provision_s"),
     *("environment/{env}/breaker_open", "tokens/", "cost/"),
@@ -172,7 +172,7 @@ def test_outcomes_and_fates_both_add_up_to_the_episodes():
     metrics = one_step()
     outcomes = [v for k, v in metrics.items() if k.startswith("generate/outcome/")]
     assert sum(outcomes) == metrics["accounting/episodes"] > 0
-    fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "no_tokens")
+    fates = ("trained", "filtered", "unknown", "too_few_known", "masked", "too_old", "no_tokens")
     assert sum(metrics[f"accounting/{fate}"] for fate in fates) == metrics["accounting/episodes"]
 
 

@@ -71,6 +71,7 @@ def test_a_resumed_run():
             "unknown": 6,
             "too_few_known": 0,
             "masked": 0,
+            "too_old": 0,
             "no_tokens": 0,
         },
         "tokens_generated": 3 * 120 + 3 * 60,

@@ -153,6 +153,29 @@ class EngineConfig(Section):
         return self.request_timeout_s + max_tokens / self.min_tokens_per_s
 
 
+class BatchConfig(Section):
+    window: int | None = Field(
+        1,
+        ge=1,
+        description="Steps among which a group may change places: a batch takes those that end first of the groups "
+        "drawn for the same window of so many steps, and a window's last batch takes the rest. 1: each batch is what "
+        "was drawn for it, whatever ends first. null: a batch takes whatever ends first, so short episodes are trained "
+        "on earlier than long ones.",
+    )
+    ahead: float | None = Field(
+        None,
+        ge=0,
+        description="Groups that play besides those that the batch needs, in batches (0.25: a quarter more). null: "
+        "rollout.max_staleness.",
+    )
+    max_replacements: int = Field(
+        0,
+        ge=0,
+        description="Times that a group without signal (all its rewards are equal) is replaced by one of another task, "
+        "of the same environment if possible, within a step.",
+    )
+
+
 class RolloutConfig(Section):
     sampler: Annotated[str, NameOrPath((VLLM, HOSTED))] = Field(
         VLLM,
@@ -182,8 +205,20 @@ class RolloutConfig(Section):
         0,
         ge=0,
         description="Steps that rollout may run ahead of the trainer; a group is trained on when its oldest token is "
-        "at most this many weight versions old. 0: on-policy, bit-equal with equal seeds.",
+        "at most this many weight versions old (see rollout.too_old). 0: on-policy, bit-equal with equal seeds.",
     )
+    unfinished: Literal["continue", "again", "wait"] = Field(
+        "continue",
+        description="Groups that still play when a batch is full. continue: they go on with the next weights, in "
+        "environments that stay open; again: they are stopped, and played again from the start; wait: the update waits "
+        "for them.",
+    )
+    too_old: Literal["again", "mask", "drop"] = Field(
+        "again",
+        description="Episodes with tokens older than rollout.max_staleness. again: they are played again; mask: these "
+        "tokens are not trained on; drop: nothing of them is, but their reward counts for the group.",
+    )
+    batch: BatchConfig = BatchConfig()
     max_retries: int = Field(1, ge=0, description="Fresh attempts for an episode whose reward stayed unknown.")
     max_no_action_turns: int = Field(
         2, ge=1, description="Consecutive turns without a valid action after which an episode ends."
@@ -257,12 +292,25 @@ def _colocated(c: Config) -> str | None:
     return None
 
 
-def _colocated_plays_no_steps_ahead(c: Config) -> str | None:
-    if not c.rollout.engine.colocated or c.rollout.max_staleness == 0:
+def _groups_are_there_to_choose_from(c: Config) -> str | None:
+    batch, staleness = c.rollout.batch, c.rollout.max_staleness
+    ahead = staleness if batch.ahead is None else batch.ahead
+    if batch.window == 1 or ahead > 0:
         return None
     return (
-        f"rollout.max_staleness={c.rollout.max_staleness} with rollout.engine.colocated=true: engines that share the "
-        f"trainer's devices sleep while it works, so nothing can play ahead; set one of them to 0 or false."
+        f"rollout.batch.window={'null' if batch.window is None else batch.window} lets a batch take the groups that "
+        f"end first, and none play besides those that it needs; raise rollout.batch.ahead or rollout.max_staleness."
+    )
+
+
+def _what_goes_on_is_not_too_old(c: Config) -> str | None:
+    r = c.rollout
+    if r.max_staleness > 0 or not r.batch.ahead or r.unfinished != "continue" or r.too_old != "again":
+        return None
+    return (
+        f"rollout.unfinished=continue lets groups go on over an update, after which rollout.max_staleness=0 with "
+        f"rollout.too_old=again plays them again; with rollout.batch.ahead={r.batch.ahead:g} set rollout.unfinished to "
+        f"again or wait, rollout.too_old to mask, or rollout.max_staleness to at least 1."
     )
 
 
@@ -385,7 +433,8 @@ RULES: tuple[Rule, ...] = (
     _ranks_have_trajectories,
     _workers_are_busy,
     _colocated,
-    _colocated_plays_no_steps_ahead,
+    _groups_are_there_to_choose_from,
+    _what_goes_on_is_not_too_old,
     _expert_parallel,
     _quantization,
     _batched_tokens,
