@@ -422,12 +422,15 @@ class Batches:
             play.work = None
 
     def _stream(self, chosen: Sequence[_GroupPlay]) -> dict[str, float]:
-        """Metrics of a batch that did not wait for all of its groups, by which its bias to short episodes is seen."""
+        """Metrics of what was not waited for, by which a batch's bias to short episodes is seen, and what that cost."""
         waiting = [(play.step, play.slot) for play in self._plays if play.playing]
         overtaking = [play for play in chosen if waiting and (play.step, play.slot) > min(waiting)]
-        tokens = [int(t.action_mask.sum()) for play in chosen for t in play.result().groups[0].trajectories]
+        tokens = [int(t.action_mask.sum()) for t in episodes]
         mean = self._tokens / max(self._episodes, 1)
         found = {"overtaking_share": len(overtaking) / len(chosen), "replaced_groups": sum(p.round for p in chosen)}
+        episodes = [t for play in chosen for t in play.result().groups[0].trajectories]
+        found["interrupted_episodes"] = sum("interruptions" in t.metrics for t in episodes)
+        found["recomputed_tokens"] = sum(t.metrics.get("recomputed_tokens", 0) for t in episodes)
         if mean:
             found["length_ratio"] = float(np.mean(tokens)) / mean
         return found

@@ -87,7 +87,7 @@ class Engine:
         limits = {
             "rollout.engine.max_num_seqs": engine.sequences(config.rollout.episodes_in_flight),
             "rollout.episodes_in_flight": math.ceil(config.rollout.episodes_in_flight / engine.replicas),
-            "episodes that may play": math.ceil(max(1, config.rollout.max_staleness) * load.episodes / engine.replicas),
+            "episodes that may play": math.ceil(in_play(config) * load.episodes / engine.replicas),
             "KV cache": int(kv_tokens / (CONTEXT_SHARE * load.mean)),
         }
         bound = min(limits, key=lambda name: limits[name])
@@ -159,11 +159,17 @@ class Engine:
 
     def _prefill_s(self) -> float:
         """Seconds of the tokens that are not sampled, for each sampled one."""
-        load = self.load
+        return (1 - self.load.sampled) / self.load.sampled * self._prompt_s()
+
+    def _prompt_s(self) -> float:
+        """Seconds of a token of a prompt."""
         cost = SequenceCost.of(self.model)
-        flops = cost.token + cost.pair * load.mean / 2
-        each = flops / self.config.rollout.engine.tensor_parallel / (self.gpu.flops * PREFILL * self._fp8())
-        return (1 - load.sampled) / load.sampled * each
+        flops = cost.token + cost.pair * self.load.mean / 2
+        return flops / self.config.rollout.engine.tensor_parallel / (self.gpu.flops * PREFILL * self._fp8())
+
+    def again_s(self) -> float:
+        """Return the seconds in which the prefixes of all episodes in play are computed again after an update."""
+        return self.slots * CONTEXT_SHARE * self.load.mean * self._prompt_s()
 
     def token_s(self, episodes: int) -> float:
         """Return the seconds in which each of ``episodes`` advances by a token, its share of waiting included."""
@@ -178,38 +184,67 @@ class Engine:
         """Return the tokens that are sampled in a second while all slots are taken."""
         return self.slots / self.token_s(self.slots)
 
-    def play_s(self, sampled: np.ndarray) -> float:
-        """Return the seconds until all of these episodes ended.
+    def ends(self, sampled: np.ndarray) -> np.ndarray:
+        """Return the seconds after which each of these episodes has ended, ``[N]``.
 
         Args:
             sampled: tokens of each episode that are sampled, ``[N]``, in the order in which they begin.
         """
-        waiting = sampled.tolist()[::-1]
-        playing: list[float] = []
+        waiting = list(enumerate(sampled.tolist()))[::-1]
+        playing: list[tuple[float, int]] = []
+        ends = np.zeros(len(sampled))
         now = passed = 0.0
         while waiting or playing:
             while waiting and len(playing) < self.slots:
-                heapq.heappush(playing, passed + waiting.pop())
-            until = heapq.heappop(playing)
+                place, tokens = waiting.pop()
+                heapq.heappush(playing, (passed + tokens, place))
+            until, place = heapq.heappop(playing)
             now += (until - passed) * self.token_s(len(playing) + 1)
-            passed = until
-        return now
+            passed, ends[place] = until, now
+        return ends
+
+
+def in_play(config: Config) -> float:
+    """Return how many batches play at once: of colocated engines the one that is waited for is among them."""
+    rollout = config.rollout
+    ahead = rollout.max_staleness if rollout.batch.ahead is None else rollout.batch.ahead
+    return 1 + ahead if rollout.engine.colocated is not False or rollout.batch.ahead else max(1, ahead)
 
 
 def rollout_time(engine: Engine) -> Mapping[str, float]:
     """Return the seconds of a step's rollout by part.
 
-    With ``rollout.max_staleness`` = k the episodes of k steps play at a time, so that the last episode of a step delays
-    it only where it takes longer than k steps.
+    Engines are full but for the last episodes: a batch of which every group is waited for takes as long as its longest
+    episode. Where groups play in advance, that episode has as many steps' time as its group may be old
+    (``rollout.max_staleness``); every update then costs the computation of the prefixes of what plays. Where groups
+    are stopped when the batch is full (``rollout.unfinished=again``), the step ends with the last group that it needs.
     """
-    load, replicas = engine.load, engine.config.rollout.engine.replicas
-    sampled = load.tokens * load.sampled
-    steady = sampled / replicas / engine.tokens_per_s()
+    config, load = engine.config, engine.load
+    rollout, replicas = config.rollout, config.rollout.engine.replicas
+    batches = in_play(config)
+    steady = load.tokens * load.sampled / replicas / engine.tokens_per_s()
     count = math.ceil(load.episodes / replicas)
     lengths = load.lengths(load.episodes) * load.sampled
     # One engine with every length of the distribution; the longest episode of all is on one of them.
     chosen = np.quantile(lengths, (np.arange(count) + 0.5) / count)
     chosen[-1] = lengths[-1]
     order = np.random.default_rng(0).permutation(count)
-    total = engine.play_s(chosen[order]) / max(1, engine.config.rollout.max_staleness)
-    return {"full engines": steady, "last episodes": max(0.0, total - steady)}
+    if batches > 1 and rollout.unfinished == "again":
+        return {"full engines": steady, "last episodes": max(0.0, _until_full(engine, lengths, batches) - steady)}
+    steps, parts = 1, {}
+    if rollout.unfinished == "continue" and (batches > 1 or rollout.max_staleness):
+        steps = 1 + rollout.max_staleness if rollout.engine.colocated is not False else max(1, rollout.max_staleness)
+        parts["prefixes again"] = engine.again_s()
+    total = float(engine.ends(chosen[order]).max()) / steps
+    return {"full engines": steady, "last episodes": max(0.0, total - steady), **parts}
+
+
+def _until_full(engine: Engine, lengths: np.ndarray, batches: float) -> float:
+    """Seconds until as many groups have ended as a batch needs, of ``batches`` batches that begin together."""
+    rollout = engine.config.rollout
+    replicas, samples = rollout.engine.replicas, rollout.samples_per_prompt
+    needed = max(1, round(rollout.prompts_per_step / replicas))
+    groups = max(needed, math.ceil(batches * rollout.prompts_per_step / replicas))
+    drawn = np.random.default_rng(0).choice(lengths, (8, groups * samples))
+    ends = [np.sort(engine.ends(row).reshape(groups, samples).max(axis=1))[needed - 1] for row in drawn]
+    return float(np.mean(ends))

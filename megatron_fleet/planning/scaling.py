@@ -22,8 +22,8 @@ from megatron_fleet.planning.step import trainer_phases
 from megatron_fleet.planning.workload import Workload
 
 MOST_GPUS = 1024
-STALENESS = (0, 1, 2, 4)
-"""Bounds that are simulated with engines on GPUs of their own."""
+STALENESS, COLOCATED_STALENESS = (0, 1, 2, 4), (0, 1, 2)
+"""Bounds that are simulated with engines on GPUs of their own, and on those of the trainer."""
 LENGTHS = 2000
 """Quantiles of the distribution from which lengths are drawn."""
 
@@ -98,7 +98,7 @@ def variants(config: Config) -> list[tuple[str, int, Config]]:
     """
     if config.rollout.engine.colocated is False:
         return [("apart", bound, _stale(config, bound)) for bound in STALENESS]
-    found = [("colocated", 0, config)]
+    found = [("colocated", bound, _stale(config, bound)) for bound in COLOCATED_STALENESS]
     if config.parallel.data % 2 == 0 and config.rollout.engine.replicas % 2 == 0:
         parallel = config.parallel.model_copy(update={"data": config.parallel.data // 2})
         engine = config.rollout.engine.model_copy(
@@ -112,7 +112,8 @@ def variants(config: Config) -> list[tuple[str, int, Config]]:
 
 
 def _stale(config: Config, bound: int) -> Config:
-    flight = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * max(1, bound)
+    batches = 1 + bound if config.rollout.engine.colocated is not False else max(1, bound)
+    flight = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * batches
     update = {"max_staleness": bound, "episodes_in_flight": max(flight, config.rollout.episodes_in_flight)}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
@@ -136,9 +137,14 @@ def _setup(config: Config, gpu: Gpu, load: Workload, staleness: int, failures: f
         lengths=load.lengths(LENGTHS) * load.sampled,
         waiting_s=load.waiting,
         episodes=load.episodes,
+        samples=config.rollout.samples_per_prompt,
         trainer_s=sum(seconds.values()),
         sync_s=sync,
         staleness=staleness,
+        ahead=config.rollout.batch.ahead,
+        window=config.rollout.batch.window,
+        unfinished=config.rollout.unfinished,
+        colocated=config.rollout.engine.colocated is not False,
         failures=failures,
         mtbf_hours=mtbf_hours,
         gpus_of_engine=config.rollout.engine.tensor_parallel,

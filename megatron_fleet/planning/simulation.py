@@ -1,10 +1,11 @@
 """Discrete-event simulation of a run: many steps with long-tailed episodes, tools, failures and staleness.
 
 Episodes play on engines that serve all of theirs at one speed, which falls with their number (`rollout.Engine`). As in
-`loop.batches`, the episodes of the next ``staleness`` steps play while the trainer works on the current one; with 0 the
-next step begins when the weights are synced, during which engines stand still. An episode that fails is played again.
-An engine that is lost starts again, and its episodes elsewhere; a trainer that is lost repeats the steps since its last
-checkpoint.
+`loop.batches`, groups of episodes are a stream: as many play as the batch needs, and ``ahead`` batches more; a batch
+takes those of its window that ended first; groups that still play go on, are played again, or are waited for. Engines
+stand still while weights are synced; colocated ones also while the trainer works. An episode that fails is played
+again, as is one that is older than ``staleness`` versions. An engine that is lost starts again, and its episodes
+elsewhere; a trainer that is lost repeats the steps since its last checkpoint.
 
 The only state that events do not change is how far episodes are; engines keep it as one number, the tokens that each of
 their episodes has advanced, and episodes as the number at which they end. So events are few: a heap of times is enough,
@@ -19,6 +20,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -36,8 +38,13 @@ class Setup:
         lengths: sampled tokens of episodes to draw from, ``[N]``.
         waiting_s: mean seconds of an episode's tools, which `token_s` includes; what an episode waits longer delays it.
         episodes: of a step.
+        samples: episodes of a group.
         trainer_s, sync_s: seconds of the trainer's work of a step, and of a weight sync.
-        staleness: steps that may play ahead.
+        staleness: most weight versions between an episode's first token and its update.
+        ahead: batches that play besides the one that is waited for; ``None``: ``staleness``.
+        window: steps among which groups may change places; ``None``: any.
+        unfinished: what becomes of groups that play when a batch is full.
+        colocated: engines stand still while the trainer works.
         failures: share of episodes that fail and are played again.
         mtbf_hours: mean hours between two failures of one GPU; 0: none fails.
         gpus_of_engine, gpus_of_trainer: for the rate of failures.
@@ -54,7 +61,12 @@ class Setup:
     episodes: int
     trainer_s: float
     sync_s: float
+    samples: int = 1
     staleness: int = 0
+    ahead: float | None = None
+    window: int | None = 1
+    unfinished: Literal["continue", "again", "wait"] = "continue"
+    colocated: bool = False
     failures: float = 0.02
     mtbf_hours: float = 0.0
     gpus_of_engine: int = 1
@@ -92,9 +104,19 @@ class Result:
     trainer_losses: int
 
 
+@dataclass(slots=True, eq=False)
+class _Group:
+    """``left``: episodes that have not ended; ``versions``: of those that have."""
+
+    step: int
+    left: int
+    versions: list[int] = field(default_factory=list)
+    dropped: bool = False
+
+
 @dataclass(slots=True)
 class _Episode:
-    batch: int
+    group: _Group
     tokens: float
     delay: float
     version: int = 0
@@ -124,9 +146,10 @@ class Simulation:
         self._events: list[tuple[float, int, str, int, int]] = []
         self._number = itertools.count()
         self._now = 0.0
-        self._missing: dict[int, int] = {}
-        self._versions: dict[int, list[int]] = {}
-        self._launched = self._done = self._version = 0
+        self._size = max(1, setup.episodes // setup.samples)
+        self._ahead = round(self._size * (setup.staleness if setup.ahead is None else setup.ahead))
+        self._groups: list[_Group] = []  # not trained on yet, in their order
+        self._drawn = self._done = self._version = 0
         self._saved = 0
         self._work_left = 0.0
         self._working_since: float | None = None
@@ -192,28 +215,29 @@ class Simulation:
 
     # Episodes and engines.
 
+    @property
+    def _still(self) -> bool:
+        """Whether engines stand still."""
+        return self._syncing or (self._setup.colocated and self._training)
+
     def _launch(self) -> None:
-        """Queue the episodes of the steps that may play now."""
-        while self._launched <= self._done + self._setup.staleness and not self._blocked():
-            self._missing[self._launched] = self._setup.episodes
-            self._versions[self._launched] = []
-            self._queue += [self._episode(self._launched) for _ in range(self._setup.episodes)]
-            self._launched += 1
+        """Queue the groups that may play for the next batch."""
+        while len(self._groups) < self._size + self._ahead:
+            group = _Group(self._drawn // self._size, self._setup.samples)
+            self._groups.append(group)
+            self._queue += [self._episode(group) for _ in range(self._setup.samples)]
+            self._drawn += 1
         self._fill()
 
-    def _blocked(self) -> bool:
-        """Whether nothing new may play: on-policy while the trainer works."""
-        return self._setup.staleness == 0 and (self._training or self._syncing or self._trainer_lost)
-
-    def _episode(self, batch: int) -> _Episode:
+    def _episode(self, group: _Group) -> _Episode:
         s = self._setup
         tokens = float(s.lengths[self._random.integers(len(s.lengths))])
         waits = s.waiting_s * math.exp(self._random.normal(-(LATENCY_SIGMA**2) / 2, LATENCY_SIGMA))
-        return _Episode(batch, max(1.0, tokens), max(0.0, waits - s.waiting_s) if s.waiting_s else 0.0)
+        return _Episode(group, max(1.0, tokens), max(0.0, waits - s.waiting_s) if s.waiting_s else 0.0)
 
     def _fill(self, among: Iterable[int] | None = None) -> None:
         """Give queued episodes to the engines with the fewest; ``None``: among all."""
-        if self._syncing or not self._queue:
+        if self._still or not self._queue:
             return
         slots, engines = self._setup.slots, self._engines
         indices = range(len(engines)) if among is None else among
@@ -241,7 +265,7 @@ class Simulation:
 
     def _advance(self, engine: _Engine) -> None:
         """Bring an engine's progress up to now."""
-        if engine.playing and not self._syncing and not engine.lost:
+        if engine.playing and not self._still and not engine.lost:
             engine.passed += (self._now - engine.at) / (self._token_s(len(engine.playing)) * self._factor)
         engine.at = self._now
 
@@ -254,7 +278,7 @@ class Simulation:
         """Plan the end of an engine's next episode; an earlier plan no longer counts."""
         engine = self._engines[index]
         engine.timer += 1
-        if engine.playing and not self._syncing and not engine.lost:
+        if engine.playing and not self._still and not engine.lost:
             left = max(0.0, engine.playing[0][0] - engine.passed)
             self._later(left * self._token_s(len(engine.playing)) * self._factor, "episode", index, engine.timer)
 
@@ -275,21 +299,26 @@ class Simulation:
         self._share()
 
     def _ended(self, episode: _Episode) -> None:
-        if episode.batch not in self._missing:
-            return  # its step was trained on, before the trainer was lost
+        group = episode.group
+        if group.dropped:
+            return  # its attempt was given up
         if self._random.random() < self._setup.failures:
-            self._counts["replayed"] += 1
-            self._queue.appendleft(self._episode(episode.batch))
-            self._fill()
+            self._again(group, 1)
             return
-        self._missing[episode.batch] -= 1
-        self._versions[episode.batch].append(episode.version)
+        group.left -= 1
+        group.versions.append(episode.version)
         self._train()
+
+    def _again(self, group: _Group, episodes: int) -> None:
+        """Play episodes of a group again, first."""
+        self._counts["replayed"] += episodes
+        self._queue.extendleft(self._episode(group) for _ in range(episodes))
+        self._fill()
 
     def _lose_engine(self, index: int) -> None:
         engine = self._engines[index]
         self._counts["engines"] += 1
-        again = [self._episode(episode.batch) for _, _, episode in engine.playing]
+        again = [self._episode(episode.group) for _, _, episode in engine.playing]
         self._counts["replayed"] += len(again)
         self._clear(engine)
         engine.lost = True
@@ -307,19 +336,54 @@ class Simulation:
     # The trainer.
 
     def _train(self) -> None:
-        """Begin the next step if its episodes have ended and the trainer is free."""
-        if self._training or self._syncing or self._trainer_lost or self._missing.get(self._done, 1):
+        """Begin the next step if its groups have ended and the trainer is free."""
+        if self._training or self._syncing or self._trainer_lost:
             return
-        versions = self._versions.pop(self._done)
-        del self._missing[self._done]
-        self._staleness += sum(self._version - version for version in versions)
-        self._counts["episodes"] += len(versions)
+        chosen = self._choose()
+        if len(chosen) < self._size:
+            return
+        if self._setup.unfinished == "wait" and any(group.left for group in self._groups):
+            return
+        self._groups = [group for group in self._groups if group not in chosen]
+        for group in chosen:
+            self._staleness += sum(self._version - version for version in group.versions)
+            self._counts["episodes"] += len(group.versions)
+        for engine in self._engines:
+            self._advance(engine)
         self._training = True
+        if self._setup.unfinished == "again":
+            self._stop()
         self._work_left = self._setup.trainer_s
         self._working_since = self._now
+        for index in range(len(self._engines)):
+            self._plan(index)
         self._share()
         self._plan_trainer()
-        self._launch()
+
+    def _choose(self) -> list[_Group]:
+        """The first groups of the window that have ended; episodes that are too old are played again."""
+        s = self._setup
+        last = None if s.window is None else (self._done // s.window + 1) * s.window
+        eligible = [group for group in self._groups if last is None or group.step < last]
+        for group in eligible:
+            if not group.left and (old := [v for v in group.versions if self._version - v > s.staleness]):
+                group.versions = [v for v in group.versions if self._version - v <= s.staleness]
+                group.left = len(old)
+                self._again(group, len(old))
+        return [group for group in eligible if not group.left][: self._size]
+
+    def _stop(self) -> None:
+        """Give up the episodes in play; their groups are played again, but for what has ended and is not too old."""
+        for engine in self._engines:
+            self._clear(engine)
+        self._queue.clear()
+        for place, group in enumerate(self._groups):
+            if group.left:
+                kept = [v for v in group.versions if self._version + 1 - v <= self._setup.staleness]
+                group.dropped = True
+                again = self._groups[place] = _Group(group.step, self._setup.samples - len(kept), kept)
+                self._counts["replayed"] += again.left
+                self._queue += [self._episode(again) for _ in range(again.left)]
 
     def _plan_trainer(self) -> None:
         self._trainer_timer += 1
@@ -359,10 +423,11 @@ class Simulation:
         self._trainer_lost = True
         self._trainer_timer += 1
         self._queue.clear()
-        self._missing.clear()
-        self._versions.clear()
+        for group in self._groups:
+            group.dropped = True
+        self._groups.clear()
         self._delayed = {}
-        self._done = self._launched = self._saved
+        self._done, self._drawn = self._saved, self._saved * self._size
         for index in range(len(self._engines)):
             self._plan(index)
         self._later(self._setup.restart_s, "trainer back", 0)

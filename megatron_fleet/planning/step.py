@@ -1,7 +1,7 @@
 """Seconds of a step by phase, and what follows from them: what binds, how busy the GPUs are.
 
 Colocated, or with engines that wait for the trainer, a step is the sum of its phases. With ``rollout.max_staleness``
-above 0 engines play while the trainer works, and a step is the longer of both.
+above 0 separate engines play while the trainer works, and a step is the longer of both.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def step_time(
     ranks = config.parallel.world_size
     return StepTime(
         phases={ROLLOUT: rollout_time(engine), **trainer},
-        concurrent=not shared and config.rollout.max_staleness > 0,
+        concurrent=not shared and config.rollout.max_staleness > 0 and config.rollout.unfinished == "continue",
         devices=max(ranks, own) if shared else ranks + own,
         trainer_devices=ranks,
         flops=training_flops(model, load),

@@ -104,9 +104,7 @@ class Accounting:
         """Return the counts when all episodes with an unknown reward are played again."""
         return replace(self, unknown=0, retried=self.retried + self.unknown)
 
-    def moved(
-        self, trajectories: Sequence[Trajectory], to: Literal["stale", "unfinished", "replaced"]
-    ) -> Accounting:
+    def moved(self, trajectories: Sequence[Trajectory], to: Literal["stale", "unfinished", "replaced"]) -> Accounting:
         """Return the counts when these returned trajectories are not part of the result after all, but count as
         ``to``.
         """

@@ -165,7 +165,9 @@ async def test_an_update_waits_for_what_still_plays(tmp_path):
     made = await stream.all()
     check_counts(made)
     assert stream.took[:2] == [10.0, 1.0]  # all that played is there, and the next step's groups are played
-    assert [len({s.weight_version for g in b.groups for t in g.trajectories for s in t.spans[1:]}) for b in made] == [1] * 6
+    assert [len({s.weight_version for g in b.groups for t in g.trajectories for s in t.spans[1:]}) for b in made] == [
+        1
+    ] * 6
 
 
 @in_simulated_time
@@ -311,7 +313,9 @@ async def test_after_a_restart_no_task_is_lost_and_what_had_come_back_is_kept(tm
     if later.config.rollout.batch.window == 1:
         assert [keys(b) for b in made] == [keys(b) for b in expected]
         for a, b in zip(made, expected, strict=True):
-            np.testing.assert_array_equal(a.groups[1].trajectories[2].token_ids.shape, b.groups[1].trajectories[2].token_ids.shape)
+            np.testing.assert_array_equal(
+                a.groups[1].trajectories[2].token_ids.shape, b.groups[1].trajectories[2].token_ids.shape
+            )
 
 
 @in_simulated_time

@@ -25,7 +25,17 @@ from megatron_fleet.telemetry.metrics import (
 )
 from megatron_fleet.trainer.base import LossReport, OptimReport
 
-ATTEMPTS = {"started": 11, "known": 6, "unknown": 2, "retried": 2, "aborted": 1, "unstarted": 3, "stale": 4, "unfinished": 5, "replaced": 7}
+ATTEMPTS = {
+    "started": 11,
+    "known": 6,
+    "unknown": 2,
+    "retried": 2,
+    "aborted": 1,
+    "unstarted": 3,
+    "stale": 4,
+    "unfinished": 5,
+    "replaced": 7,
+}
 ELSEWHERE = (
     *("checkpoint/", "data/", "engine/", "timing/loop_lag", "timing/start_limit", "timing/provision_s"),
     *("environment/{env}/breaker_open", "tokens/", "cost/"),
@@ -281,7 +291,8 @@ def test_every_name_is_registered_once():
     evaluated = eval_metrics(step_groups(), step_groups(), 1.0).keys()
     names = one_step(reports=full, optims=optims, probe=0.25).keys() | evaluated
     names = {*names, *attempt_metrics(ATTEMPTS, "accounting"), *attempt_metrics(ATTEMPTS, "eval/all")}
-    waits = {"trainer_waits_share": 0.5, "engines_idle_share": 0.5}
+    waits = {"trainer_waits_share": 0.5, "engines_idle_share": 0.5, "unfinished_groups": 1, "replaced_groups": 0}
+    waits |= {"overtaking_share": 0.5, "length_ratio": 1.0, "interrupted_episodes": 1, "recomputed_tokens": 9}
     names |= progress_metrics(1, 1, 1).keys() | async_metrics(np.array([0, 2]), 1, waits).keys()
     names |= {p.replace("{env}", "shop") for m in registry.METRICS if (p := m.pattern).startswith(ELSEWHERE)}
     names |= {
