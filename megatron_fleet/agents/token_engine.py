@@ -43,7 +43,7 @@ class Generation:
     Attributes:
         token_ids: int32 ``[A]``, the stop token included when one ended the turn.
         logprobs: float32 ``[A]``, log μ at the request's temperature.
-        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline, maybe before the first token),
+        finish_reason: ``stop``, ``length``, ``deadline`` (cut off at the turn's deadline, maybe before any token),
             ``interrupted`` (cut off because the engine went to sleep; only between an engine and its client, which goes
             on with the rest) or ``abort``.
         versions: ``(weight version, start, end)`` over ``[0, A)``.

@@ -16,7 +16,7 @@ import asyncio
 import heapq
 import logging
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -425,14 +425,16 @@ class Batches:
         """Metrics of what was not waited for, by which a batch's bias to short episodes is seen, and what that cost."""
         waiting = [(play.step, play.slot) for play in self._plays if play.playing]
         overtaking = [play for play in chosen if waiting and (play.step, play.slot) > min(waiting)]
-        tokens = [int(t.action_mask.sum()) for t in episodes]
-        mean = self._tokens / max(self._episodes, 1)
-        found = {"overtaking_share": len(overtaking) / len(chosen), "replaced_groups": sum(p.round for p in chosen)}
         episodes = [t for play in chosen for t in play.result().groups[0].trajectories]
-        found["interrupted_episodes"] = sum("interruptions" in t.metrics for t in episodes)
-        found["recomputed_tokens"] = sum(t.metrics.get("recomputed_tokens", 0) for t in episodes)
-        if mean:
-            found["length_ratio"] = float(np.mean(tokens)) / mean
+        found: dict[str, float] = {
+            "overtaking_share": len(overtaking) / len(chosen),
+            "replaced_groups": sum(play.round for play in chosen),
+            "interrupted_episodes": sum("interruptions" in t.metrics for t in episodes),
+            "recomputed_tokens": sum(t.metrics.get("recomputed_tokens", 0) for t in episodes),
+        }
+        if self._tokens:
+            mean = self._tokens / self._episodes
+            found["length_ratio"] = float(np.mean([np.count_nonzero(t.action_mask) for t in episodes])) / mean
         return found
 
     def _storable(self) -> list[tuple[int, CollectResult]]:

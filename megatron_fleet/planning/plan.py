@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from megatron_fleet.planning.hardware import GPUS, Gpu
 from megatron_fleet.planning.memory.check import refuse_memory
 from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.memory.phases import RunMemory, run_memory
+from megatron_fleet.planning.modes import Mode, modes
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import (
     StepTime,
@@ -43,6 +44,7 @@ class Plan:
         problem: why it does not fit, with what to change; ``None``: it fits.
         disk: bytes on disk by what they are for, checkpoints as many as are kept.
         step: ``None`` if not even one episode fits into an engine.
+        modes: what other modes would take; empty without ``step``.
     """
 
     config: Config
@@ -56,6 +58,7 @@ class Plan:
     problem: str | None
     disk: Mapping[str, int]
     step: StepTime | None
+    modes: Sequence[Mode] = ()
 
     @property
     def parameters(self) -> tuple[int, int]:
@@ -105,6 +108,7 @@ def make_plan(config: Config, gpu: Gpu, load: Workload) -> Plan:
         problem=problem,
         disk=_disk(config, model, load),
         step=step,
+        modes=() if step is None else modes(config, hf_config, model, gpu, load),
     )
 
 

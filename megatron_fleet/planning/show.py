@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_fleet.planning.memory.check import describe_memory
 from megatron_fleet.planning.memory.engine_memory import GIB
+from megatron_fleet.planning.modes import describe_modes
 from megatron_fleet.planning.plan import Plan
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import StepTime, step_time
@@ -27,6 +28,7 @@ def as_text(plan: Plan, price: float | None) -> str:
     }
     if plan.step is not None:
         sections["seconds of a step"] = _seconds(plan.step)
+        sections["seconds of a step in other modes"] = describe_modes(plan.modes)
         sections["engines"] = _engines(plan)
         sections["cost"] = [_cost(plan, price)]
     sections["assumed"] = assumptions(plan)
@@ -136,6 +138,7 @@ def as_json(plan: Plan, price: float | None) -> dict[str, Any]:
             "concurrent": step.concurrent,
             "binds": list(step.binds),
             "mfu": step.mfu,
+            "modes": [asdict(mode) for mode in plan.modes],
             "episodes_per_engine": step.engine.slots,
             "gpu_hours": plan.gpu_hours,
             "tokens_per_second_per_gpu": plan.tokens_per_s,

@@ -174,8 +174,8 @@ _ASYNC = {
     "trainer_waits_share": "timing/rollout_wait divided by the time since the batch before was complete.",
     "engines_idle_share": "timing/engines_idle divided by the same time.",
     "unfinished_groups": "Groups that still played when the batch was full.",
-    "interrupted_episodes": "Episodes of the batch of which a turn was interrupted by the sleep of its engine, and went "
-    "on after it (rollout.unfinished=continue).",
+    "interrupted_episodes": "Episodes of the batch of which a turn was interrupted by the sleep of its engine, and "
+    "went on after it (rollout.unfinished=continue).",
     "recomputed_tokens": "Tokens of their prompts and turns that engines computed a second time for that.",
     "replaced_groups": "Times that a group of the batch was replaced because it had no signal.",
     "overtaking_share": "Share of the batch's groups that were taken before one drawn earlier, which still played "
