@@ -115,8 +115,8 @@ class _Replica:
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
-        """Sample one turn. If the engine goes to sleep meanwhile, the rest is sampled when it is awake, with the weights
-        that it has then and a seed of its own; the episode's deadline stands still until then.
+        """Sample one turn. If the engine goes to sleep meanwhile, the rest is sampled when it is awake again, with the
+        weights that it has then and a seed of its own; the episode's deadline stands still until then.
         """
         ids = np.asarray(prompt_ids, np.int32)
         parts: list[Generation] = []

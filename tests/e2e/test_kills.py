@@ -93,6 +93,7 @@ class Disturber:
 
     Attributes:
         killed: moment and name of each.
+        moments: kinds of moments, drawn from.
         elsewhere: how often the run went on in an empty folder, from the store.
     """
 
@@ -103,6 +104,7 @@ class Disturber:
         self._rng = random.Random(seed)
         self._most = MOST | {BY_TURNS[seed % len(BY_TURNS)]: 0}
         self._until = time.monotonic() + LIMIT_S
+        self.moments: tuple[str, ...] = ("any", "any", "save", "upload")
 
     def finish(self) -> None:
         """Train to the end."""
@@ -118,13 +120,13 @@ class Disturber:
                 assert said.startswith("error: "), (self.killed, output[-2000:] + self.run.logs())
                 print(f"ended after {self.killed} with: {said}")
                 self.ended += 1  # it can be resumed
-            elif self.elsewhere == 0 and RunStore(self.url).steps():
+            elif self.url and self.elsewhere == 0 and RunStore(self.url).steps():
                 self.run.out.rename(self.run.out.with_name(f"{self.run.out.name}-of-a-lost-machine"))
                 self.elsewhere += 1
 
     def _disturb(self, process: subprocess.Popen[str]) -> None:
         while len(self.killed) < self.kills and process.poll() is None and time.monotonic() < self._until:
-            moment = self._rng.choice(("any", "any", "save", "upload"))
+            moment = self._rng.choice(self.moments)
             self._await(moment, process)
             there = processes(self.run, process.pid)
             names = [name for name in there if self._count(name) < self._most.get(name, KILLS_PER_RUN)]
