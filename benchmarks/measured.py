@@ -29,6 +29,7 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     ),
     "logprob_memory": ("trainer/megatron/logprob.py", "trainer/megatron/logprob_torch.py"),
     "mixture": ("data/mixture.py",),
+    "modes": ("loop/batches.py", "loop/train.py", "rollout", "algorithms"),
     "offload": ("trainer/megatron/offload.py",),
     "packing": ("trainer/packing",),
     "quant_kernels": ("weights/quant",),

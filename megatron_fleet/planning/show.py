@@ -10,6 +10,7 @@ from megatron_fleet.planning.memory.check import describe_memory
 from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.modes import describe_modes
 from megatron_fleet.planning.plan import Plan
+from megatron_fleet.planning.rollout import in_play
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import StepTime, step_time
 
@@ -98,9 +99,16 @@ def assumptions(plan: Plan) -> list[str]:
     drafts = [
         f"{load.accepted:.0%} of the {drafter.tokens} tokens that {drafter.method} drafts are accepted (--accepted)"
     ]
+    rollout, step = plan.config.rollout, plan.step
+    over = rollout.unfinished == "continue" and rollout.engine.colocated is not False and in_play(plan.config) > 1
+    opened = [] if step is None else [
+        f"environments of unfinished episodes stay open over an update of {step.trainer:.0f} s, and up to "
+        f"{max(1, rollout.max_staleness)} of them (env.fleet.ttl_s)"
+    ]  # fmt: skip
     return [
         *load.assumptions(),
         *(drafts if drafter.method != "none" else []),
+        *(opened if over else []),
         f"{plan.gpu.name}: {plan.gpu.flops / 1e12:.0f} TFLOP/s, {plan.gpu.hbm / 1e12:.2f} TB/s, NVLink "
         f"{plan.gpu.nvlink / GB:.0f} GB/s, network {plan.gpu.network / GB:.0f} GB/s a GPU, of which the shares in "
         f"docs/run/planning.md are reached; errors of these estimates are there too",

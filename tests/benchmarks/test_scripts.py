@@ -42,6 +42,7 @@ ELSEWHERE = {
     "logprob_memory.py": "trainer/test_logprob_benchmark.py",
     "measured_points.py": "planning/test_measured_points.py",
     "memory_points.py": "planning/test_memory_points.py",
+    "modes.py": "benchmarks/test_scripts.py",
     "mutations.py": "test_mutations_benchmark.py",
     "packing.py": "trainer/test_pack_benchmark.py",
     "rollout.py": "rollout/test_rollout_benchmark.py",
@@ -135,6 +136,18 @@ def test_a_run_that_plays_ahead(tmp_path):
     (only,) = report["runs"]
     assert report["sources"] and (only["max_staleness"], only["staleness_max"]) == (1, 1)
     assert only["training_s"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(minutes=1)
+def test_modes_are_measured_and_drawn(tmp_path):
+    pytest.importorskip("vllm")
+    small = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.episodes_in_flight=4", "eval.tasks=2")
+    sizes = ("--modes", "wait", "continue", "--seeds", "0", "--steps", "3", "--picture", str(tmp_path / "modes.svg"))
+    report = run("modes.py", "--out", str(tmp_path), *sizes, "--", *small, "env.faults.latency_median_s=0.01")
+    assert [one["mode"] for one in report["runs"]] == ["wait", "continue"] and report["sources"]
+    assert all(one["of_bound"] > 0.9 for one in report["runs"])
+    assert "<svg" in (tmp_path / "modes.svg").read_text()
 
 
 def run(name: str, *arguments: str):
