@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from policy_fixtures import make_batch, make_config, write_config
+from waiting import until
 
 from megatron_fleet.algorithms.datum import Datum
-from megatron_fleet.cluster import frames, handshake
+from megatron_fleet.cluster import frames, handshake, restarts
 from megatron_fleet.cluster.launcher import ExternalRanks
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.trainer.base import LossReport, LossSpec, TrainerLost, as_plain
@@ -85,19 +87,26 @@ class Rank:
 
 
 @contextlib.asynccontextmanager
-async def opened(tmp_path, hosts=("a",)):
+async def opened(tmp_path, hosts=("a",), **cluster):
     tree = make_config(write_config(tmp_path / "model")).model_dump()
     tree["run"] |= {"out": str(tmp_path / "out")}
     tree["policy"] |= {"micro_batch_tokens": 128}
+    tree["cluster"] |= cluster
     listener = RankListener(TOKEN, "{}", STAGES * REPLICAS)
     await listener.listen("127.0.0.1", 0)
     cost = SequenceCost(1.0, 1e-3, 1.0)
     group = TrainerGroup(Config.model_validate(tree), listener, ExternalRanks(Path("logs")), TOKEN, cost)
-    shares: dict[int, list[list[Datum]]] = {}
-    ranks = [Rank(number) for number in range(STAGES * REPLICAS)]
-    serving = [
-        asyncio.create_task(rank.serve(listener.address, shares, hosts[rank.number % len(hosts)])) for rank in ranks
-    ]
+    serving = []
+
+    def dial():
+        shares: dict[int, list[list[Datum]]] = {}
+        ranks = [Rank(number) for number in range(STAGES * REPLICAS)]
+        serving.extend(
+            asyncio.create_task(rank.serve(listener.address, shares, hosts[rank.number % len(hosts)])) for rank in ranks
+        )
+
+    group.dial = dial
+    dial()
     try:
         await group.gather()
         await group.build()
@@ -161,3 +170,25 @@ async def test_a_rank_that_leaves_fails_what_is_asked_later(tmp_path):
         with pytest.raises(TrainerLost, match="rank 2 closed"):
             await group.forward(DATA)
         assert group.processes == []
+
+
+async def test_lost_ranks_are_replaced_until_they_die_too_often(tmp_path, monkeypatch):
+    monkeypatch.setattr(restarts, "BACKOFF_S", 1e-3)
+    async with opened(tmp_path, max_restarts=1) as group:
+        expected = await group.forward(DATA)
+        group._links[0].close()
+        lost = await group.lost()
+        assert group.restarts.count == 0
+        starting = asyncio.create_task(group.start(lost))
+        await until(lambda: group.restarts.count == 1)
+        group.dial()
+        await starting
+        assert all(np.array_equal(a, b) for a, b in zip(await group.forward(DATA), expected, strict=True))
+        asking = asyncio.create_task(group.lost())
+        await asyncio.sleep(0)
+        assert not asking.done(), "those of the first attempt are forgotten"
+        group._links[1].close()
+        with pytest.raises(
+            UserError, match=r"the trainer died 2 times, last: rank 1 closed .* resumes from the newest"
+        ):
+            await group.start(await asking)

@@ -73,8 +73,8 @@ def started(monkeypatch):
         serving = threading.Thread(target=serve, args=(listener.address, statuses))
         serving.start()
         try:
-            await group.gather()
-            await group.build()
+            group.begin()
+            await group.start(None)
             yield group
         finally:
             await group.close()
