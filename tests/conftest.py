@@ -19,7 +19,8 @@ settings.load_profile("repeatable")
 
 LONGEST = (
     "e2e/test_whole_runs.py", "e2e/test_hosts_run.py", "e2e/test_launch_run.py", "e2e/test_kills.py",
-    "e2e/test_expert_runs.py", "e2e/test_model_folders_run.py", "rollout/test_service.py",
+    "e2e/test_expert_runs.py", "e2e/test_model_folders_run.py", "e2e/test_hosted_equals_native.py",
+    "e2e/test_hosted_runs.py", "rollout/test_service.py", "hosted/test_hosted_trainer.py",
     "rollout/test_running_engines.py", "loop/test_guard_ranks.py", "weight_sync/test_families_updated.py",
     "parity/test_parity.py", "weights/test_families.py", "e2e/test_faults_run.py", "e2e/test_export_run.py",
     "rollout/test_start.py", "fuzz/test_fuzz.py", "cli/test_eval_command.py", "launch/test_launch_scripts.py",

@@ -138,6 +138,7 @@ def test_only_elf_files_are_reduced(slim):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 def test_what_nvcc_writes_is_understood(slim, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on this machine")
@@ -254,6 +255,7 @@ def run(tool: ModuleType, project: Path, *more: str) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=4)
 def test_a_parcel_has_what_the_machine_lacks_and_says_so(tool, project, tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(tool, "SITE", str(tmp_path / "site"))
     monkeypatch.setattr(tool, "WHEELS", str(tmp_path / "wheels"))
@@ -286,6 +288,7 @@ def test_a_parcel_has_what_the_machine_lacks_and_says_so(tool, project, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=2, of=4)
 def test_too_large_a_parcel_is_refused_and_two_are_made(tool, project, capfd):
     for letter in "ab":
         (project.parent / "links" / letter).mkdir()
@@ -310,6 +313,7 @@ def test_too_large_a_parcel_is_refused_and_two_are_made(tool, project, capfd):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=3, of=4)
 def test_what_has_no_wheel_is_built_once_for_the_pytorch_of_the_machine(tool, project, tmp_path, monkeypatch, capfd):
     backend = "import os, pathlib\n" + BACKEND.replace(
         "    info =", f"    pathlib.Path({str(tmp_path / 'built')!r}).write_text(os.environ['CPATH'])\n    info ="
@@ -334,6 +338,7 @@ def test_what_has_no_wheel_is_built_once_for_the_pytorch_of_the_machine(tool, pr
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 def test_only_the_locked_file_is_carried(tool, project, capfd):
     assert run(tool, project) == 0
     lock = project / "requirements" / "engine-gpu.lock"

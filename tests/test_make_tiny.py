@@ -32,6 +32,7 @@ def tokenizer(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 @pytest.mark.parametrize("whole", [False, True])
 def test_demonstrations_are_episodes_whose_agent_turns_are_trained(tokenizer, whole):
     rows = make_tiny.episodes(tokenizer, whole=whole)(random.Random(0))
@@ -89,6 +90,7 @@ def test_first_heads_look_one_token_back_the_next_two_and_so_on():
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=4)
 def test_a_short_remake_gives_a_model_that_transformers_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(make_tiny, "TABLE_STEPS", 3)
     monkeypatch.setattr(make_tiny, "SHORT_STEPS", 3)

@@ -34,6 +34,7 @@ def test_negative():
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 def test_what_no_test_covers_survives_and_the_checkout_stays_as_it_was(tmp_path):
     checkout, out = tmp_path / "clone", tmp_path / "mutations.json"
     for name, text in {

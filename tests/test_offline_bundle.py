@@ -232,6 +232,7 @@ def test_the_parts_are_what_the_manifest_says(made):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 def test_the_cpu_bundle_has_what_setup_asks_for(tool, project, tmp_path):
     assert make(tool, project, tmp_path / "parts", "cpu") == 0
     files = json.loads((tmp_path / "parts" / "manifest.json").read_text())["files"]
@@ -329,6 +330,7 @@ def test_too_full_a_disk_is_told_before_files_are_written(parts, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=4)
 def test_an_interrupted_download_goes_on_where_it_was(tool, project, tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(tool, "BATCH", 1)
     links, out = project.parent / "links", tmp_path / "parts"
@@ -356,6 +358,7 @@ def unpack_copy(tool: ModuleType, out: Path, tmp_path: Path) -> subprocess.Compl
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=2, of=4)
 def test_what_was_downloaded_for_other_requirements_is_left_out(tool, project, tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "BATCH", 1)
     links, lock = project.parent / "links", project / "requirements" / "engine-gpu.lock"
@@ -372,6 +375,7 @@ def test_what_was_downloaded_for_other_requirements_is_left_out(tool, project, t
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=3, of=4)
 def test_a_package_with_another_hash_is_refused(tool, project, tmp_path, capfd):
     flip(project.parent / "links" / "kernel_torch-1.0.tar.gz")
     assert make(tool, project, tmp_path / "parts") == 2
@@ -461,6 +465,7 @@ def index() -> Iterator[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=4)
 def test_sources_come_from_the_index_that_pip_knows_with_its_password(
     tool, project, tmp_path, monkeypatch, capfd, index
 ):
@@ -485,6 +490,7 @@ def test_sources_come_from_the_index_that_pip_knows_with_its_password(
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=4)
 def test_the_indexes_are_those_that_pip_would_ask(tool, project, tmp_path, monkeypatch):
     monkeypatch.delenv("PIP_NO_INDEX")
     pip = (sys.executable, "-m", "pip")

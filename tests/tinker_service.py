@@ -5,7 +5,8 @@ an adapter here, or, slow and real, the model of a folder (`lora_service_policy`
     python tests/tinker_service.py --folder FOLDER [--cycle-s 0.5] [--model FOLDER [--threads 2]]
 
 prints its address. Checkpoints survive in FOLDER when it is killed, nothing else does. Beside the protocol: ``GET
-/test/requests`` lists what was asked, ``POST /test/faults`` sets what the next requests of a path get.
+/test/requests`` lists what was asked, ``POST /test/faults`` sets what the next requests of a path get, and ``POST
+/test/reset`` makes it forget everything, checkpoints included.
 """
 
 from __future__ import annotations
@@ -231,6 +232,12 @@ class Service:
 
     def __init__(self, policy: Policy, folder: Path, cycle_s: float, config: Mapping[str, Any]) -> None:
         self.policy, self.folder, self.cycle_s, self.config = policy, folder, cycle_s, dict(config)
+        self.arrived = asyncio.Event()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.forget()
+
+    def forget(self) -> None:
+        """All but the checkpoints, as a restart does."""
         self.sessions: dict[str, bool] = {}
         self.runs: dict[str, Run] = {}
         self.samplers: dict[str, Any] = {}
@@ -238,8 +245,6 @@ class Service:
         self.requests: list[dict[str, Any]] = []
         self.faults: dict[str, list[Any]] = defaultdict(list)
         self.cycles = 0
-        self.arrived = asyncio.Event()
-        self.tasks: set[asyncio.Task[None]] = set()
 
     async def work(self) -> None:
         """Execute what is due, for ever."""
@@ -352,6 +357,13 @@ def application(service: Service) -> Any:
     async def faults(body: dict[str, list[Any]]) -> Any:
         for path, all_of in body.items():
             service.faults[path] += all_of
+        return {}
+
+    @app.post("/test/reset")
+    async def reset(body: dict[str, Any]) -> Any:
+        service.forget()
+        for file in service.folder.iterdir():
+            file.unlink()
         return {}
 
     @app.post("/api/v1/client/config")
@@ -613,6 +625,13 @@ class Client:
     def fail(self, path: str, *faults: Any) -> None:
         """What the next requests of ``path`` get: a status, ``lost``, ``half``, seconds to wait; ``None``: nothing."""
         self.ask("faults", {path: faults})
+
+    def usable(self) -> bool:
+        """Whether it runs; if so, it forgets everything."""
+        if self._process.poll() is None:
+            self.ask("reset", {})
+            return True
+        return False
 
     def paths(self, *only: str) -> list[str]:
         return [r["path"] for r in self.ask("requests")["requests"] if r["path"] in only]

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-TURN_MINUTES = 3
+TURN_MINUTES = 2
 """Time of a turn's nightly tests, on two cores that do nothing else."""
 MOST_MINUTES = 12
 """A test that takes longer has no turn: it is played with ``--nightly`` only."""

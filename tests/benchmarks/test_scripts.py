@@ -79,6 +79,7 @@ def test_every_script_has_a_tiny_run():
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=0, of=2)
 def test_help(episode_python):
     for python, scripts in (
         (sys.executable, [path for path in SCRIPTS if path.name not in EPISODE]),
@@ -108,6 +109,7 @@ def test_tiny_run(name, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.in_turn(number=1, of=2)
 def test_conversions_of_small_models(tmp_path, monkeypatch, capsys):
     import convert
 

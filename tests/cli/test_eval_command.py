@@ -36,7 +36,7 @@ def metrics(out: Path) -> dict[str, float]:
 
 
 @pytest.mark.slow
-@pytest.mark.in_turn(number=0, of=2)
+@pytest.mark.nightly(minutes=1)
 def test_a_folder_and_a_checkpoint_of_the_same_weights_score_the_same_and_nothing_is_played_twice(tmp_path, capsys):
     first = evaluate(*SMALL, "--out", str(tmp_path / "hf"))
     assert [line.split()[0] for line in first.splitlines() if line.split()[1:3] == ["4", "4"]] == ["all"]

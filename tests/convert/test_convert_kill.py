@@ -28,7 +28,7 @@ from megatron_fleet.convert.verify import open_side
 from megatron_fleet.weights.hf_folder import safetensors_header
 from megatron_fleet.weights.mapping import WeightTable
 
-KILLS = 30
+KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "8"))
 DIRECTIONS = ("to-megatron", "to-hf")
 SEVERAL_FILES = """
 import itertools, os, signal, sys, threading, time
@@ -115,7 +115,7 @@ def kill_and_run_again(direction: str, tmp_path: Path) -> None:
     moments = random.Random(direction)
     unfinished = resumed = 0
     out = tmp_path / "out"
-    for _ in range(KILLS // 2):
+    for _ in range(KILLS):
         moment = {"KILLED": f"{moments.randrange(-1, writes)} {moments.uniform(0, 0.02)}"}
         killed = subprocess.run(line, env=os.environ | moment, capture_output=True, timeout=HANG_S)
         assert killed.returncode in (0, -signal.SIGKILL), killed.stderr
@@ -132,4 +132,4 @@ def kill_and_run_again(direction: str, tmp_path: Path) -> None:
         assert sorted(p.name for p in tmp_path.iterdir() if p.name.startswith(".")) == []
         shutil.rmtree(out)
     # The moments were spread well enough to mean something.
-    assert unfinished > KILLS // 4 and resumed > KILLS // 10
+    assert unfinished >= KILLS // 2 and resumed >= KILLS // 5

@@ -37,6 +37,7 @@ def served(site) -> Iterator[str]:
         thread.join()
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_every_page_is_shown_from_a_folder(browser, site):
     opened = Opened(browser, (site / "index.html").as_uri(), viewport={"width": 1280, "height": 900})
     pages = sorted(site.rglob("*.html"))

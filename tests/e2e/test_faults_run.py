@@ -13,13 +13,13 @@ from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.telemetry.shards import Shard
 
-pytestmark = [pytest.mark.slow, pytest.mark.in_turn(number=1, of=2)]
+pytestmark = pytest.mark.slow
 
 FAULTS = (
     "run.steps=2",
     "eval=none",
     "rollout.max_retries=0",  # so that what is unknown stays to be seen
-    "env.step_timeout_s=15",
+    "env.step_timeout_s=5",
     "env.faults.slow_rate=0.1",
     "env.faults.slow_s=0.5",
     "env.faults.hang_rate=0.15",

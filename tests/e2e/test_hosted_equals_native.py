@@ -99,6 +99,7 @@ def assert_equal(native: Run, hosted: Run, metrics: dict[str, float], logprobs: 
     assert len({row["policy/grad_norm"] for row in native.metrics()[1:]}) == 3
 
 
+@pytest.mark.nightly(minutes=1.5)
 def test_with_one_pass_for_each_update_all_is_equal_to_the_bit(both):
     assert_equal(*both(), ONE_PASS)
 

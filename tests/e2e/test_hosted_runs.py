@@ -102,12 +102,11 @@ def test_a_run_learns_and_resumes_to_the_bit(make_run, service):
     assert (whole.out / "hf" / "adapter_model.safetensors").stat().st_size > 0
     check_cost(whole)
 
-    halves = make_run("halves", f"run.steps={STEPS - 3}")
-    halves.finish()
+    make_run("halves", "run.steps=2").finish()
     service.restart()
-    resumed = make_run("halves")
+    resumed = make_run("halves", "run.steps=4")
     resumed.finish()
-    assert resumed.facts() == whole.facts()
+    assert resumed.facts() == whole.facts()[:4]
 
 
 def check_cost(run: Run) -> None:
@@ -122,6 +121,7 @@ def check_cost(run: Run) -> None:
     assert json.loads((run.out / "summary.json").read_text())["cost_usd"] == rows[-1]["cost/cumulative_usd"]
 
 
+@pytest.mark.nightly(minutes=1)
 def test_episodes_are_played_ahead_of_the_weights(make_run, service):
     """With stale episodes allowed, a killed run resumes and finishes."""
     run = make_run("ahead", "rollout.max_staleness=2", "algorithm=importance_weighted", "checkpoint.interval=2")

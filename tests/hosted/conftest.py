@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 
 import pytest
 from tinker_service import BASE_MODEL, KEY, Client, running
@@ -22,11 +23,26 @@ def environment(monkeypatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
 
 
+@pytest.fixture(scope="module")
+def services(tmp_path_factory) -> Iterator[Callable[..., Client]]:
+    """Gives a service with these options that knows nothing: to start one takes longer than most tests."""
+    with ExitStack() as stack:
+        started: dict[tuple[str, ...], Client] = {}
+
+        def empty(*options: str) -> Client:
+            client = started.get(options)
+            if client is None or not client.usable():
+                client = stack.enter_context(running(tmp_path_factory.mktemp("service"), *options))
+                started[options] = client
+            return client
+
+        yield empty
+
+
 @pytest.fixture
-def service(tmp_path, request) -> Iterator[Client]:
-    """A service of the test alone; its options may be given by indirect parametrisation."""
-    with running(tmp_path / "service", *getattr(request, "param", ())) as client:
-        yield client
+def service(services, request) -> Client:
+    """The service of a test; its options may be given by indirect parametrisation."""
+    return services(*getattr(request, "param", ()))
 
 
 @pytest.fixture

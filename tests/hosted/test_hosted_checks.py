@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tinker_service import BASE_MODEL
+from tinker_service import BASE_MODEL, running
 
 from megatron_fleet.config import validate
 from megatron_fleet.config.errors import UserError
@@ -75,9 +75,10 @@ KEYS = {
 
 
 @pytest.mark.parametrize(("key", "said"), KEYS.items())
-def test_a_key_that_the_service_does_not_take_is_refused(service, monkeypatch, key, said):
+def test_a_key_that_the_service_does_not_take_is_refused(tmp_path, monkeypatch, key, said):
+    """At an address of its own: the package keeps the connections, and so the key, of one that it has asked."""
     monkeypatch.setenv("TINKER_API_KEY", key)
-    with pytest.raises(UserError, match=said):
+    with running(tmp_path / "service") as service, pytest.raises(UserError, match=said):
         check_service(ServedModel(BASE_MODEL, 4096), service.url, 60)
 
 

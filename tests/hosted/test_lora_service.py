@@ -1,4 +1,7 @@
-"""The stand-in service with a real model: adapters, states and samplers do not influence each other."""
+"""The stand-in service with a real model: adapters, states and samplers do not influence each other.
+
+Only the nightly tests of whole runs (tests/e2e/test_hosted_equals_native.py) use it with one.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ pytest.importorskip("vllm")
 
 types = tinker.types
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600), pytest.mark.in_turn(number=0, of=4)]
 
 TINY = Path(__file__).parents[2] / "assets" / "tiny"
 ADAM = types.AdamParams(learning_rate=1e-2, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.0)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
+from turns import in_turn
 from waiting import HANG_S
 
 from megatron_fleet.config import keys
@@ -257,7 +258,7 @@ def test_line_ends_and_control_characters_are_refused_by_their_key(texts, tmp_pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", in_turn(JOBS))
 def test_what_is_not_refused_is_read_back_exactly(kind, tmp_path):
     launching, accepted = Launching(kind, tmp_path), set[Place]()
     where = [*launching.without_form(), ARGUMENT, VARIABLE]
@@ -270,7 +271,7 @@ def test_what_is_not_refused_is_read_back_exactly(kind, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", in_turn(JOBS))
 def test_arguments_and_variables_of_this_shell_keep_their_line_ends(kind, tmp_path):
     launching, where = Launching(kind, tmp_path), frozenset({ARGUMENT, VARIABLE})
     for end, after in product(CONTROL, AFTER_CONTROL[::2]):

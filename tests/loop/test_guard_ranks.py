@@ -357,6 +357,7 @@ async def test_both_dumps_replay_in_any_layout(start, trained, layout, target):
         assert blamed == ({BAD: ["scaled_advantages"]} if step == 2 else {})
 
 
+@pytest.mark.in_turn(number=0, of=2)
 async def test_the_command_replays_alone_and_in_a_layout(trained, capsys):
     run, _, _ = await trained("dp2")
     status, printed = await command(capsys, run.dump(2).path)

@@ -131,8 +131,10 @@ def undisturbed(setting, tmp_path):
     return whole, places, expected
 
 
-@pytest.mark.parametrize("part", in_turn(range(PARTS), of=PARTS))
-@pytest.mark.parametrize("setting", [COLOCATED, OVERLAPPED])
+@pytest.mark.parametrize(
+    ("setting", "part"),
+    in_turn([(setting, part) for part in range(PARTS) for setting in (COLOCATED, OVERLAPPED)], of=2 * PARTS),
+)
 def test_a_run_that_is_interrupted_anywhere_ends_like_an_undisturbed_one(undisturbed, tmp_path, part):
     whole, places, expected = undisturbed
     wrong, missed, number = [], 0, 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +16,7 @@ import ray
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, Host, Inventory
 from megatron_fleet.cluster.placement import EnginePlace
+from megatron_fleet.rollout import actors
 from megatron_fleet.rollout.actors import ActorSettings, engine_options
 from megatron_fleet.rollout.components import ComponentLost
 
@@ -58,3 +61,29 @@ def test_without_devices_an_engine_is_given_none():
     options = engine_options(alone, 0)
     assert options["num_gpus"] == 0 and "scheduling_strategy" not in options
     assert not {"CUDA_VISIBLE_DEVICES", "PATH"} & options["runtime_env"]["env_vars"].keys()
+
+
+async def test_a_worker_has_its_secrets_and_its_log_before_anything_of_it_is_made(monkeypatch):
+    done = []
+
+    class Worker:
+        def __init__(self, *arguments):
+            done.append(("made", *arguments, os.environ.get("A_KEY")))
+
+        async def run(self, specs):
+            return [f"played {spec}" for spec in specs]
+
+        async def abort(self, collection):
+            done.append(("aborted", collection))
+
+    monkeypatch.setenv("A_KEY", "of the controller")
+    monkeypatch.setitem(sys.modules, "megatron_fleet.rollout.worker", SimpleNamespace(EpisodeWorker=Worker))
+    monkeypatch.setattr(actors, "write_output_to", lambda log: done.append(("log", log)))
+    monkeypatch.setattr(actors, "write_stacks_on_signal", lambda: done.append(("stacks",)))
+    monkeypatch.setattr(actors, "take_normal_priority", lambda: done.append(("priority",)))
+    worker = actors.WorkerActor(Path("w.log"), {"A_KEY": "secret"}, 1, "two")
+    assert done[0] == ("log", Path("w.log")) and done[-1] == ("made", 1, "two", "secret")
+    assert {("stacks",), ("priority",)} <= set(done)
+    assert await worker.run(["a", "b"]) == ["played a", "played b"]
+    await worker.abort(4)
+    assert done[-1] == ("aborted", 4)

@@ -52,7 +52,7 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), 1)
 
 
-@pytest.mark.parametrize("when", in_turn(["ready", "starting"], ["ready"], of=2))
+@pytest.mark.parametrize("when", in_turn(["ready", "starting"], of=2))
 def test_nothing_outlives_a_killed_owner(tmp_path, episode_python, model, when):
     (tmp_path / "config.json").write_text(rollout_config(model).model_dump_json())
     (tmp_path / "owner.py").write_text(OWNER)

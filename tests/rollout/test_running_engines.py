@@ -119,7 +119,7 @@ class Tearing:
         sender._memory[torn] ^= 1
 
 
-@pytest.mark.in_turn(number=0, of=2)
+@pytest.mark.in_turn(number=0, of=3)
 def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
     before = rollout.restarts()
     rollout.source.folder = rollout.models["a"]
@@ -129,7 +129,7 @@ def test_a_torn_update_is_repeated_on_a_fresh_engine(rollout):
     assert rollout.restarts() == before + 1
 
 
-@pytest.mark.in_turn(number=1, of=2)
+@pytest.mark.in_turn(number=1, of=3)
 def test_an_engine_killed_in_an_update_comes_back_with_it(rollout):
     before, core = rollout.restarts(), rollout.processes()[-1]
     asking = []
@@ -225,7 +225,7 @@ def test_requests_wait_until_the_engine_is_wholly_awake(rollout):
     check_answers(rollout, "b", asking.result(TIMEOUT_S))
 
 
-@pytest.mark.in_turn(number=0, of=2)
+@pytest.mark.in_turn(number=2, of=3)
 def test_an_engine_killed_in_its_sleep_comes_back_with_the_new_weights(rollout, caplog):
     core = rollout.processes()[-1]
     rollout.run(rollout.service.sleep())

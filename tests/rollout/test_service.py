@@ -284,6 +284,7 @@ def test_a_killed_engine_comes_back_with_the_weights_of_the_last_update(rollout)
     assert rollout.restarts() == before + 1
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_an_engine_killed_under_episodes_costs_time_and_nothing_else(rollout, undisturbed):
     pids = rollout.processes()
     result = killed_while_playing(rollout, pids[0])  # the actor: its core must go with it

@@ -37,7 +37,6 @@ def url(episode_python):
         server.stdin.close()
 
 
-@pytest.mark.in_turn(number=0, of=2)
 def test_screenshots_reach_the_model_the_records_and_the_report(tmp_path, url):
     model = write_looking_model(tmp_path / "model")
     rows = [

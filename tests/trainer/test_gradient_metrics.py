@@ -198,6 +198,30 @@ def test_one_process_measures_what_plain_autograd_gives(start, tmp_path):
     assert metrics["megabytes_edited"] == pytest.approx(exact, rel=0.03)
 
 
+def test_matrices_of_experts_are_measured_as_others(tmp_path):
+    """Their samples count the same micro-batches, and their sums are those of the gradient buffers."""
+    tree = configure(tmp_path / "sparse", "sparse", "single").model_dump()
+    tree["policy"]["gradient_metrics"] |= {"parameters": 30}
+    policy, micro_batches = MegatronPolicy(Config.model_validate(tree), init="random"), micro_batches_of(0, 1)
+    try:
+        policy.forward_backward(micro_batches, weighted)
+        whole = {n: p.main_grad.double().numpy() for n, p in policy.model_chunks[0].named_parameters()}
+        whole = {name: values.copy() for name, values in whole.items()}
+        policy.discard_gradients()
+        metrics, found = measure(policy, micro_batches, weighted)
+    finally:
+        policy.close()
+    experts = [matrix for matrix in found if len(matrix.place) == 2]
+    assert 5 < len(experts) < len(found) == 30 and metrics["snr"] > -1
+    for matrix, sample in found.items():
+        name = matrix.kind.replace("layers.", f"layers.{matrix.place[0]}.")
+        name = name.replace("experts.experts.", f"experts.local_experts.{matrix.place[-1]}.")
+        r, c = matrix.lines()
+        expected = whole[name][r][:, c]
+        np.testing.assert_allclose(sample.total.numpy(), expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+        assert sample.count == 4 and sample.energy > 0
+
+
 @pytest.mark.slow
 def test_measuring_changes_nothing_and_happens_when_due(start):
     micro_batches = micro_batches_of(0, 1)

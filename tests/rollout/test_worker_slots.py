@@ -1,0 +1,330 @@
+"""Slots of episode workers and the collector over them, with Ray actors that are not there."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from rollout_config import rollout_config
+from test_collection import played, request
+from waiting import until
+
+pytest.importorskip("ray")
+
+from ray.exceptions import RayActorError, RayTaskError
+
+from megatron_fleet.agents.trajectory import Outcome
+from megatron_fleet.cluster import restarts
+from megatron_fleet.rollout import components
+from megatron_fleet.rollout.collection import Collection
+from megatron_fleet.rollout.collector import MAX_BATCH, Collector
+from megatron_fleet.rollout.components import ComponentLost, WorkerSlot
+from megatron_fleet.rollout.requests import RolloutFailed
+
+MISTAKE = RayTaskError("run", "Traceback\nValueError: a mistake", ValueError("a mistake"))
+DOOMED = RayActorError(error_msg="The actor died because of an error raised in its creation task, ImportError")
+
+
+class Actor:
+    """A Ray handle of a worker.
+
+    Attributes:
+        calls: names and arguments, those of other actors of the slot among them.
+        fail: what the calls of a name raise.
+    """
+
+    def __init__(self, number, calls):
+        self.number, self.calls, self.fail = number, calls, {}
+        self.playing = lambda spec: played(spec, 1.0)
+        self.dead = None
+
+    def __getattr__(self, name):
+        async def call(*arguments):
+            self.calls.append((self.number, name, *arguments))
+            await asyncio.sleep(0)
+            if name in self.fail:
+                raise self.fail[name]
+            if name == "run":
+                return [self.playing(spec) for spec in arguments[0]]
+            return self.dead if name == "policy_dead" else None
+
+        return SimpleNamespace(remote=call)
+
+
+class Slot(WorkerSlot):
+    """A slot of such actors; ``made``: all that it had."""
+
+    def __init__(self, name="worker 0", limit_s=300.0):
+        self.made, self.calls, self.prepare = [], [], lambda actor: None
+        numbers = itertools.count()
+
+        def make():
+            self.made.append(Actor(next(numbers), self.calls))
+            self.prepare(self.made[-1])
+            return self.made[-1]
+
+        super().__init__(name, "worker.log", make, limit_s, limit_s)
+
+    def names(self):
+        return [call[1] for call in self.calls]
+
+
+@pytest.fixture(autouse=True)
+def killed(monkeypatch):
+    found = []
+    monkeypatch.setattr(components.ray, "kill", found.append)
+    monkeypatch.setattr(restarts, "BACKOFF_S", 1e-4)
+    return found
+
+
+def specs(count=2):
+    return Collection(request(count, 1), 0).take(count)
+
+
+async def test_a_worker_plays_what_it_is_given_and_is_told_what_it_must_know():
+    slot = Slot()
+    await slot.engine_moved("a", "b")  # there is nobody yet, who will read it when created
+    await slot.forget_failures()
+    await slot.start()
+    assert slot.names() == ["__ray_ready__"]
+    given = specs()
+    assert [t.task_key for t in await slot.run(given)] == ["t0", "t1"]
+    await slot.engine_moved("a", "b")
+    await slot.forget_failures()
+    await slot.abort(7)
+    assert slot.calls[1:] == [
+        (0, "run", list(given)), (0, "engine_moved", "a", "b"), (0, "forget_failures"), (0, "abort", 7)
+    ]  # fmt: skip
+    assert await slot.policy_dead() is None
+    slot.made[0].dead = "the endpoint is gone"
+    assert await slot.policy_dead() == "the endpoint is gone"
+    for name in ("engine_moved", "forget_failures", "abort", "policy_dead"):
+        slot.made[0].fail[name] = RayActorError()
+    await asyncio.gather(slot.engine_moved("a", "b"), slot.forget_failures(), slot.abort(8))
+    assert await slot.policy_dead() is None and len(slot.made) == 1
+
+
+@pytest.mark.parametrize("error", [RayActorError(), TimeoutError()])
+async def test_a_lost_worker_is_replaced_once_for_all_its_batches(killed, error):
+    slot = Slot()
+    await slot.start()
+    slot.made[0].fail["run"] = error
+    outcomes = await asyncio.gather(*(slot.run(specs()) for _ in range(3)), return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [ComponentLost] * 3
+    assert len(slot.made) == 2 and killed == [slot.made[0]] and slot.restarts.count == 1
+    assert len(await slot.run(specs())) == 2 and slot.calls[-1][0] == 1
+    await slot.close()
+    assert killed == slot.made
+
+
+async def test_a_mistake_of_a_batch_is_no_loss():
+    slot = Slot()
+    await slot.start()
+    slot.made[0].fail["run"] = MISTAKE
+    with pytest.raises(RayTaskError):
+        await slot.run(specs())
+    assert len(slot.made) == 1
+
+
+async def test_a_worker_that_hangs_is_lost_after_its_time():
+    slot = Slot(limit_s=0.05)
+    await slot.start()
+    slot.made[0].playing = None
+    hanging = asyncio.Event()
+
+    async def never(*_):
+        await hanging.wait()
+
+    slot.made[0].run = SimpleNamespace(remote=never)
+    with pytest.raises(ComponentLost, match="no answer in time"):
+        await slot.run(specs())
+    assert len(slot.made) == 2
+
+
+async def test_a_worker_that_dies_while_it_starts_is_started_again_and_one_that_cannot_start_says_why(killed):
+    slot = Slot()
+    slot.prepare = lambda actor: actor.fail.update({"__ray_ready__": RayActorError()} if actor.number < 2 else {})
+    await slot.start()
+    assert len(slot.made) == 3 and killed == slot.made[:2]
+    for error, said in ((MISTAKE, "ValueError: a mistake"), (DOOMED, "ImportError"), (TimeoutError(), "in time")):
+        slot = Slot("worker 5")
+        slot.prepare = lambda actor, error=error: actor.fail.update({"__ray_ready__": error})
+        with pytest.raises(RolloutFailed, match=rf"^worker 5 did not start: .*{said}.* Its log is worker\.log\."):
+            await slot.start()
+        assert len(slot.made) == 1
+
+
+async def test_a_worker_that_dies_again_and_again_is_given_up():
+    slot = Slot()
+    await slot.start()
+    slot.prepare = lambda actor: actor.fail.update({"__ray_ready__": RayActorError()})
+    slot.made[0].fail["run"] = RayActorError()
+    with pytest.raises(RolloutFailed, match=r"worker 0 died 4 times, last: its process died\. Its log is worker\.log"):
+        await slot.run(specs())
+    assert slot.restarts.count == components.MAX_RESTARTS == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "dead", "text"),
+    [
+        (RayActorError(), True, "its process died"),
+        (DOOMED, False, "RayActorError: .*ImportError"),
+        (components.ChildKilled("x"), True, "its process died"),
+        (ComponentLost("host b is gone"), False, "host b is gone"),
+        (TimeoutError("not within 3 s"), False, "not within 3 s"),
+        (TimeoutError(), False, "no answer in time"),
+        (ValueError("first\n  last line \n"), False, "ValueError: last line"),
+        (KeyError(), False, "KeyError"),
+    ],
+)
+def test_losses_are_told_from_failures_in_one_line(error, dead, text):
+    assert components.died(error) == dead
+    assert re.fullmatch(text, components.brief(error)), components.brief(error)
+
+
+# The collector over slots
+
+
+class Environment:
+    """Environments that are always there."""
+
+    losses, is_serving = 0, True
+
+    def check(self):
+        return self.losses
+
+    async def serving(self):
+        pass
+
+
+class Engine:
+    name = "engine 0"
+
+    def __init__(self):
+        self.checks = 0
+
+    async def serving(self):
+        pass
+
+    async def check(self):
+        self.checks += 1
+
+
+async def opened(tmp_path, workers=2, **rollout):
+    config, engine = rollout_config(tmp_path, **rollout), Engine()
+    slots = [Slot(f"worker {number}") for number in range(workers)]
+    for slot in slots:
+        await slot.start()
+    return Collector(config.rollout, config.env, [engine], slots, Environment()), slots, engine
+
+
+def batches(slots):
+    return [call[2] for slot in slots for call in slot.calls if call[1] == "run"]
+
+
+async def test_all_workers_play_small_batches_and_no_more_than_their_places(tmp_path):
+    collector, slots, _ = await opened(tmp_path, episodes_in_flight=32)
+    assert collector.load() == (0, 0)
+    result = await collector.collect(request(tasks=8, samples=9))
+    assert [len(group.trajectories) for group in result.groups] == [9] * 8 and result.accounting.known == 72
+    sizes = [len(batch) for batch in batches(slots)]
+    assert sum(sizes) == 72 and min(sizes) >= 1 and max(sizes) <= 2
+    assert min(sum(len(b) for b in batches([slot])) for slot in slots) >= 72 // 4
+    assert collector.load() == (0, 0)
+    collector, slots, _ = await opened(tmp_path, episodes_in_flight=4096)
+    await collector.collect(request(tasks=64, samples=64))
+    assert max(len(batch) for batch in batches(slots)) == MAX_BATCH
+
+
+async def test_places_are_what_is_under_way_and_the_rest_waits(tmp_path):
+    collector, slots, _ = await opened(tmp_path, episodes_in_flight=6)
+    gate, places = asyncio.Event(), collector._places
+    for slot in slots:
+        actor = slot.made[0]
+
+        async def wait(given, actor=actor):
+            actor.calls.append((0, "run", given))
+            await gate.wait()
+            return [played(spec, 1.0) for spec in given]
+
+        actor.run = SimpleNamespace(remote=wait)
+    first = asyncio.create_task(collector.collect(request(tasks=5, samples=2)))
+    second = asyncio.create_task(collector.collect(request(tasks=1, samples=3)))
+    await until(lambda: collector.load() == (places, 13 - places))
+    assert 6 <= places < 13 and {spec.collection for batch in batches(slots) for spec in batch} == {0}
+    gate.set()
+    assert [r.accounting.known for r in await asyncio.gather(first, second)] == [10, 3]
+
+
+async def test_episodes_of_a_lost_worker_are_played_again_and_count_as_lost(tmp_path):
+    collector, slots, _ = await opened(tmp_path)
+    slots[0].made[0].fail["run"] = RayActorError()
+    result = await collector.collect(request(tasks=4, samples=4))
+    assert result.accounting.known == 16 and result.accounting.aborted > 0 and result.accounting.retried == 0
+    assert len(slots[0].made) == 2 and len(slots[1].made) == 1
+
+
+async def test_a_dead_endpoint_stops_all_collections_and_later_ones(tmp_path):
+    collector, slots, engine = await opened(tmp_path, workers=1)
+    actor = slots[0].made[0]
+    actor.playing = lambda spec: played(spec, None, Outcome.ABORTED)
+    actor.dead = "401: no such key"
+    result = await collector.collect(request(tasks=2, samples=2))
+    assert collector.dead == "401: no such key" and engine.checks > 0
+    assert result.accounting.known == 0 and (0, "abort", 0) in slots[0].calls
+    before = len(batches(slots))
+    later = await collector.collect(request(tasks=2, samples=2))
+    assert later.accounting.unstarted == 4 and len(batches(slots)) == before
+
+
+async def test_a_collection_that_is_cancelled_is_aborted_on_every_worker(tmp_path):
+    collector, slots, _ = await opened(tmp_path)
+    gate = asyncio.Event()
+
+    async def wait(given):
+        await gate.wait()
+        return [played(spec, 1.0) for spec in given]
+
+    for slot in slots:
+        slot.made[0].run = SimpleNamespace(remote=wait)
+    collecting = asyncio.create_task(collector.collect(request(tasks=4, samples=4)))
+    await until(lambda: collector.load()[0] == 16)
+    collecting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await collecting
+    assert all((0, "abort", 0) in slot.calls for slot in slots)
+    gate.set()
+    await until(lambda: collector.load() == (0, 0))
+
+
+async def test_a_collection_over_its_budget_has_what_was_played(tmp_path):
+    collector, slots, _ = await opened(tmp_path, workers=1, episodes_in_flight=2)
+    actor, gate = slots[0].made[0], asyncio.Event()
+
+    async def play(given):
+        if any(spec.group > 0 for spec in given):
+            await gate.wait()
+        fates = [(1.0, Outcome.COMPLETED) if spec.group == 0 else (None, Outcome.ABORTED) for spec in given]
+        return [played(spec, *fate) for spec, fate in zip(given, fates, strict=True)]
+
+    async def abort(collection):
+        gate.set()
+
+    actor.run, actor.abort = SimpleNamespace(remote=play), SimpleNamespace(remote=abort)
+    result = await collector.collect(replace(request(tasks=3, samples=1), budget_s=0.2))
+    assert result.accounting.known == 1 and result.accounting.unstarted + result.accounting.unknown == 2
+
+
+async def test_closing_fails_what_runs(tmp_path):
+    collector, slots, _ = await opened(tmp_path)
+    for slot in slots:
+        slot.made[0].run = SimpleNamespace(remote=lambda given: asyncio.sleep(3600))
+    collecting = asyncio.create_task(collector.collect(request()))
+    await until(lambda: collector.load()[0] > 0)
+    collector.close()
+    with pytest.raises(RolloutFailed, match="the rollout was closed"):
+        await collecting
