@@ -115,8 +115,8 @@ class Concurrency:
         if too_many and playing <= self.allowed and (waiting or playing >= NEAR * self._most_playing):
             self._each = max(1.0, (held - too_many) / self._serving)
             self._growth = CAREFUL_GROWTH
-            one.taken = max(one.taken, one.excess)
-        elif not too_many and waiting and self._ended >= self.allowed:
+            one.taken += too_many
+        elif not too_many and not one.excess and waiting and self._ended >= self.allowed:
             self._grow(playing)
 
     @property
