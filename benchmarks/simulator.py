@@ -61,7 +61,7 @@ def measure(folder: Path) -> Measured:
         staleness=rollout.max_staleness,
         episodes=rollout.prompts_per_step * rollout.samples_per_prompt,
         engines=engine.replicas,
-        slots=min(engine.sequences(rollout.episodes_in_flight), -(-rollout.episodes_in_flight // engine.replicas)),
+        slots=min(engine.sequences(rollout.episodes_in_flight), -(-rollout.most_in_flight() // engine.replicas)),
         steps=len(rows),
         step_s=_mean(rows, "timing/step"),
         rollout_s=_mean(rows, "timing/generate"),

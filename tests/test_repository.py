@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "models": {"envs.base"},
     "planning": {
         "algorithms.loss_metrics", "cluster.inventory", "cluster.placement", "hosted.passes", "hosted.prices", "models",
-        "telemetry.charts", "weights.mapping",
+        "rollout.concurrency", "telemetry.charts", "weights.mapping",
     },
     "platform": set(),
     "preflight": {

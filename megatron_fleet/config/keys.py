@@ -95,7 +95,8 @@ def _kind(annotation: Any) -> str:
         (rule,) = annotation.__metadata__
         return rule.spelt if isinstance(rule, NameOrPath) else f"{_kind(annotation.__origin__)} {_bounds(rule)}"
     if get_origin(annotation) is Literal:
-        return "one of " + ", ".join(map(str, get_args(annotation)))
+        names = ", ".join(map(str, get_args(annotation)))
+        return f"one of {names}" if "," in names else names
     if get_origin(annotation) is dict:
         return "{name: " + _kind(get_args(annotation)[1]) + "}"
     if get_origin(annotation) is tuple:

@@ -82,7 +82,7 @@ def processes(config: Config) -> list[str]:
         ranks if config.ranks else f"ranks: none, policy.trainer={config.policy.trainer}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
         f"engines: {r.engine.replicas} ({vllm if r.sampler == VLLM else f'rollout.sampler={r.sampler}'})",
-        f"episode workers: {r.workers} (up to {r.episodes_in_flight} episodes in flight together)",
+        f"episode workers: {r.workers} (up to {r.most_in_flight()} episodes in flight together)",
         f"environment server: {server or f'none, env.kind={config.env.kind}'}",
     ]
 

@@ -97,7 +97,6 @@ async def _train(
         live.ranks = trainer.ranks
         site = RolloutSite(inventory, placement, token, hosts.nodes)
         rollout = await stack.enter_async_context(RolloutService(config, out, episode_python(), site))
-        rollout.observe()
         live.rollout = rollout
         first = inventory.host(placement.ranks[0].host) if placement.ranks else inventory.hosts[0]
         transport = make_transport(placement.transport, {"address": first.address, "url": weights_url(config)})

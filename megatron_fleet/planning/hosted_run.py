@@ -14,6 +14,7 @@ from megatron_fleet.algorithms.loss_metrics import needs_proximal
 from megatron_fleet.config.schema import Config
 from megatron_fleet.hosted.passes import one_pass
 from megatron_fleet.hosted.prices import Prices, Tokens, find_prices
+from megatron_fleet.planning.rollout import assumptions as in_flight
 from megatron_fleet.planning.workload import Workload
 
 CYCLE_S = 10.0
@@ -56,7 +57,7 @@ class HostedPlan:
         """Seconds of the longest of a step's episodes."""
         load = self.load
         longest = float(load.lengths(load.episodes)[-1]) * load.sampled / SAMPLED_PER_S + load.waiting
-        return longest * max(1.0, load.episodes / self.config.rollout.episodes_in_flight)
+        return longest * max(1.0, load.episodes / self.config.rollout.most_in_flight())
 
     @property
     def seconds(self) -> float:
@@ -129,6 +130,7 @@ def as_text(plan: HostedPlan) -> str:
         ],
         "assumed": [
             *load.assumptions(),
+            *in_flight(c, None),
             f"{SAMPLED_PER_S:g} tokens/s for each episode, cycles of {CYCLE_S:g} s, and a prefix cache that finds all "
             f"that was sent or sampled before",
             *(["evaluations of all held-out tasks (eval.tasks=null) are left out"] if c.eval.tasks is None else []),

@@ -20,7 +20,7 @@ MODES: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
      {"ahead": None, "window": 1}),
     ("unfinished episodes go on, two steps ahead", {"max_staleness": 2, "unfinished": "continue"},
      {"ahead": None, "window": 1}),
-    ("the same, and a batch takes what ends first", {"max_staleness": 2, "unfinished": "continue"},
+    ("unfinished episodes go on, and a batch takes what ends first", {"max_staleness": 2, "unfinished": "continue"},
      {"ahead": 0.5, "window": None}),
 )  # fmt: skip
 """Description, keys of ``rollout``, keys of ``rollout.batch``."""

@@ -27,6 +27,7 @@ from megatron_fleet.planning.memory.engine_memory import EngineMemory, engine_me
 from megatron_fleet.planning.memory.phases import cache_tokens
 from megatron_fleet.planning.training import FP8_SPEED, NVLINK
 from megatron_fleet.planning.workload import Workload
+from megatron_fleet.rollout.concurrency import SOFT
 
 STEP_S, SEQUENCE_S = 5e-3, 30e-6
 """Seconds of the host's work for a decoding step (scheduling, inputs, outputs), and for each sequence. With vLLM 0.32's
@@ -86,9 +87,9 @@ class Engine:
         kv_tokens = cache_tokens(config, memory, gpu.memory)
         limits = {
             "rollout.engine.max_num_seqs": engine.sequences(config.rollout.episodes_in_flight),
-            "rollout.episodes_in_flight": math.ceil(config.rollout.episodes_in_flight / engine.replicas),
+            "rollout.episodes_in_flight": math.ceil(config.rollout.most_in_flight() / engine.replicas),
             "episodes that may play": math.ceil(in_play(config) * load.episodes / engine.replicas),
-            "KV cache": int(kv_tokens / (CONTEXT_SHARE * load.mean)),
+            "KV cache": int((SOFT if config.rollout.adapts else 1) * kv_tokens / (CONTEXT_SHARE * load.mean)),
         }
         bound = min(limits, key=lambda name: limits[name])
         return cls(config, model, gpu, load, memory, limits[bound], kv_tokens, bound, overlapped)
@@ -209,6 +210,19 @@ def in_play(config: Config) -> float:
     rollout = config.rollout
     ahead = rollout.max_staleness if rollout.batch.ahead is None else rollout.batch.ahead
     return 1 + ahead if rollout.engine.colocated is not False or rollout.batch.ahead else max(1, ahead)
+
+
+def assumptions(config: Config, engine: Engine | None) -> list[str]:
+    """Return what ``rollout.episodes_in_flight=auto`` is taken for. ``engine``: ``None`` if none is known."""
+    if config.rollout.episodes_in_flight != "auto":
+        return []
+    most = config.rollout.most_in_flight()
+    if engine is None or not config.rollout.adapts:
+        return [f"rollout.episodes_in_flight=auto: {most} episodes at once"]
+    return [
+        f"rollout.episodes_in_flight=auto: {engine.slots * config.rollout.engine.replicas} episodes at once, at most "
+        f"{most}, and no more than fill the KV caches to {SOFT:.0%}"
+    ]
 
 
 def rollout_time(engine: Engine) -> Mapping[str, float]:

@@ -81,10 +81,11 @@ def scaled(config: Config, factor: int) -> Config:
     """Return the configuration on ``factor`` times its GPUs."""
     parallel = config.parallel.model_copy(update={"data": config.parallel.data * factor})
     engine = config.rollout.engine.model_copy(update={"replicas": config.rollout.engine.replicas * factor})
+    flight = config.rollout.episodes_in_flight
     rollout = config.rollout.model_copy(
         update={
             "engine": engine,
-            "episodes_in_flight": config.rollout.episodes_in_flight * factor,
+            "episodes_in_flight": flight if flight == "auto" else flight * factor,
             "prompts_per_step": config.rollout.prompts_per_step * factor,
         }
     )
@@ -113,8 +114,9 @@ def variants(config: Config) -> list[tuple[str, int, Config]]:
 
 def _stale(config: Config, bound: int) -> Config:
     batches = 1 + bound if config.rollout.engine.colocated is not False else max(1, bound)
-    flight = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * batches
-    update = {"max_staleness": bound, "episodes_in_flight": max(flight, config.rollout.episodes_in_flight)}
+    wanted = config.rollout.prompts_per_step * config.rollout.samples_per_prompt * batches
+    flight = config.rollout.episodes_in_flight
+    update = {"max_staleness": bound, "episodes_in_flight": flight if flight == "auto" else max(wanted, flight)}
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 

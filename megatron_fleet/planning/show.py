@@ -10,6 +10,7 @@ from megatron_fleet.planning.memory.check import describe_memory
 from megatron_fleet.planning.memory.engine_memory import GIB
 from megatron_fleet.planning.modes import describe_modes
 from megatron_fleet.planning.plan import Plan
+from megatron_fleet.planning.rollout import assumptions as in_flight
 from megatron_fleet.planning.rollout import in_play
 from megatron_fleet.planning.shapes import shape_of
 from megatron_fleet.planning.step import StepTime, step_time
@@ -107,6 +108,7 @@ def assumptions(plan: Plan) -> list[str]:
     ]  # fmt: skip
     return [
         *load.assumptions(),
+        *in_flight(plan.config, None if plan.step is None else plan.step.engine),
         *(drafts if drafter.method != "none" else []),
         *(opened if over else []),
         f"{plan.gpu.name}: {plan.gpu.flops / 1e12:.0f} TFLOP/s, {plan.gpu.hbm / 1e12:.2f} TB/s, NVLink "

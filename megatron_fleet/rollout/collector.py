@@ -16,6 +16,7 @@ from megatron_fleet.config.schema import EnvConfig, RolloutConfig
 from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
+from megatron_fleet.rollout.flight import Flight
 from megatron_fleet.rollout.monitor import RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
@@ -28,11 +29,12 @@ class _Running:
     """Running collection.
 
     Attributes:
+        turn: `Collection.number` of the first collection of the same training step.
         over: future that is done when every episode has returned, or holds the failure.
     """
 
-    def __init__(self, collection: Collection) -> None:
-        self.collection = collection
+    def __init__(self, request: CollectRequest, collection: Collection, turn: int) -> None:
+        self.request, self.collection, self.turn = request, collection, turn
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def record(self, change: Callable[..., None], *arguments: Any) -> None:
@@ -58,10 +60,12 @@ _Taken = tuple[_Running, EpisodeSpec]
 
 class Collector:
     """Player of any number of concurrent collections: each group of a training step, each evaluation. Free slots go to
-    the earliest one that has waiting episodes.
+    the earliest one that has waiting episodes; of the groups of one training step, to those expected to be the longest.
+    A step waits for all its groups, so that this makes none of them more likely to be trained on.
 
     Attributes:
         monitor: is told of every attempt at an episode that returns.
+        flight: bounds the episodes in flight, by what the monitor reads.
         dead: `Policy.dead` of the first worker that has a reason; all collections are stopped then.
     """
 
@@ -76,11 +80,11 @@ class Collector:
         """Args: engines, workers and environment are already started."""
         self._engines, self._workers, self._environment = engines, workers, environment
         self._max_retries = rollout.max_retries
-        places = rollout.episodes_in_flight + env.provisioning.lookahead
-        self._free = dict.fromkeys(workers, math.ceil(places / len(workers)))
+        self.flight = Flight(rollout, env, len(engines))
+        self._free = dict.fromkeys(workers, math.ceil(self.flight.places / len(workers)))
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
-        self.monitor = RolloutMonitor(engines)
+        self.monitor = RolloutMonitor(engines, self._read)
         self.dead: str | None = None
         self._running: list[_Running] = []
         self._changed = asyncio.Event()
@@ -93,7 +97,8 @@ class Collector:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers), on_episode)
-        running = _Running(collection)
+        of_step = (one.turn for one in self._running if _of_one_step(one.request, request))
+        running = _Running(request, collection, next(of_step, collection.number))
         if self.dead is not None:
             collection.stop(self.dead)
         self._running.append(running)
@@ -133,7 +138,7 @@ class Collector:
                 self._changed.clear()
                 if self._waiting():
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
-                    while self._waiting() and max(self._free.values()) > 0:
+                    while self._waiting() and self._spare() > 0:
                         if not self._environment.is_serving:
                             self._changed.set()
                             break
@@ -147,13 +152,32 @@ class Collector:
         """Number of episodes that no worker has yet."""
         return sum(running.collection.waiting for running in self._running)
 
+    def _read(self, engine: int) -> None:
+        """Take an engine's newest reading, by which more episodes may play."""
+        self.flight.read(engine, self.monitor.engines[engine], *self.load())
+        self._changed.set()
+
+    def _spare(self) -> int:
+        """Number of episodes that the freest worker may get."""
+        free, limit = max(self._free.values()), self.flight.limit
+        return free if limit is None else min(free, limit - self.load()[0])
+
+    def _in_turn(self) -> list[_Running]:
+        """Return the collections with waiting episodes in the order in which they get free slots."""
+
+        def place(one: _Running) -> tuple[int, float]:
+            return one.turn, -self.flight.expected_tokens(one.request.tasks) if one.request.purpose == "train" else 0.0
+
+        return sorted((one for one in self._running if one.collection.waiting), key=place)
+
     def _give_places(self) -> None:
         """Give the freest worker a batch of the episodes that wait, of several collections where one has too few."""
         worker = max(self._free, key=lambda one: self._free[one])
-        places = min(self._places, self._waiting())
-        size = min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)), self._free[worker])
+        limit = self.flight.limit
+        places = min(self._places if limit is None else limit, self._waiting())
+        size = min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)), self._spare())
         batch: list[_Taken] = []
-        for running in self._running:
+        for running in self._in_turn():
             batch += [(running, spec) for spec in running.collection.take(size - len(batch))]
             if len(batch) == size:
                 break
@@ -189,6 +213,7 @@ class Collector:
         for (running, spec), trajectory in zip(batch, trajectories, strict=True):
             trajectory.check()
             self.monitor.returned(worker.name, trajectory)
+            self.flight.returned(trajectory)
             if environment_lost and trajectory.reward is None:
                 running.record(running.collection.lost, spec, trajectory)
             else:
@@ -205,6 +230,10 @@ class Collector:
 
     async def _abort(self, collection: Collection) -> None:
         await asyncio.gather(*(worker.abort(collection.number) for worker in self._workers))
+
+
+def _of_one_step(one: CollectRequest, other: CollectRequest) -> bool:
+    return one.purpose == other.purpose == "train" and one.step == other.step
 
 
 @asynccontextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, final
 
@@ -67,8 +67,9 @@ class RolloutMonitor:
         engines: the newest readings, in the order of the engines.
     """
 
-    def __init__(self, slots: Sequence[EngineSlot]) -> None:
-        self._slots = slots
+    def __init__(self, slots: Sequence[EngineSlot], on_reading: Callable[[int], None] = lambda _: None) -> None:
+        """Args: ``on_reading``: called with the number of each engine that was read."""
+        self._slots, self._on_reading = slots, on_reading
         self.engines = [EngineReading(slot.name) for slot in slots]
         self._step = TIMELINE.step
         self._environments: dict[str, EnvironmentTally] = {}
@@ -112,3 +113,4 @@ class RolloutMonitor:
             steps = counts.steps or 1
             values = {"running": counts.running / steps, "waiting": counts.waiting / steps}
             TIMELINE.sample("engines", slot.name, values | {"kv_cache": counts.kv_usage / steps})
+            self._on_reading(index)

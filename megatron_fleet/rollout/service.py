@@ -160,14 +160,10 @@ class RolloutService:
         return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
 
     async def statistics(self) -> dict[str, float]:
-        """Return the metrics of the engines since the last call, see `engine_metrics`."""
+        """Return the metrics of the engines and of the episodes in flight since the last call."""
         await self.wait_ready()
-        return engine_metrics(await asyncio.gather(*(engine.statistics() for engine in self._pool.engines)))
-
-    def observe(self) -> None:
-        """Read the engines every few seconds from now on, for `live`."""
-        watching = asyncio.create_task(self._pool.collector.monitor.watch())
-        self._cleanup.push_async_callback(_end, watching)
+        counts = await asyncio.gather(*(engine.statistics() for engine in self._pool.engines))
+        return engine_metrics(counts) | self._pool.collector.flight.metrics()
 
     def live(self) -> Load:
         """Return what engines and workers do now. Threads other than the event loop's may call it."""
@@ -225,6 +221,8 @@ class RolloutService:
         self._pool = Pool(self._config, self._actor_settings(logs, head), variables, lambda: self.resend)
         self.engines = EngineGroup(self._pool.engines, self.wait_ready)
         self._cleanup.push_async_callback(self._pool.close)
+        watching = asyncio.create_task(self._pool.collector.monitor.watch())
+        self._cleanup.push_async_callback(_end, watching)
         serving = asyncio.create_task(self._pool.environment.start())
         self._starting = asyncio.create_task(self._start_pool(serving, head))
         self._cleanup.push_async_callback(_end, self._starting, serving)

@@ -61,7 +61,8 @@ class EpisodeWorker:
         settings = EpisodeSettings.from_config(rollout_config, env_config, AgentConfig.model_validate(agent))
         self.policy = make_policy(access, rollout_config, settings)
         self._env_config, self._env_url, self._env_token = env_config, env_url, env_token
-        places = math.ceil(rollout_config.episodes_in_flight / rollout_config.workers)
+        most = rollout_config.most_in_flight(endpoint=isinstance(access, EndpointAccess))
+        places = math.ceil(most / rollout_config.workers)
         self._provisioner = Provisioner(env_config.provisioning)
         self._started = asyncio.Semaphore(places + env_config.provisioning.lookahead)
         self._slots = asyncio.Semaphore(places)

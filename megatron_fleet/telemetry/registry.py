@@ -193,6 +193,10 @@ _ENGINE = {
     "kv_cache_usage_mean": "Mean share of an engine's KV cache that running requests held, over the same steps.",
     "kv_cache_usage_max": "Largest of these shares.",
     "preemptions": "Times that a running request lost its KV cache to others and was computed again.",
+    "episodes_allowed": "Episodes that may play at once at the end of the step: rollout.episodes_in_flight, or what "
+    "auto has found.",
+    "episodes_in_flight_mean": "Mean episodes that workers had, over the readings of the engines every two seconds "
+    "while there were any; those included that start their environment (env.provisioning.lookahead).",
     "prompt_tokens": "Tokens of prompts that the engines computed, those found in the prefix cache left out.",
     "cached_prompt_tokens": "Tokens of prompts that were found in the prefix cache.",
     "generated_tokens": "Tokens that the engines sampled, those of aborted requests included.",

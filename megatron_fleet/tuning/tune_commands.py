@@ -31,7 +31,7 @@ def add_commands(parser: argparse.ArgumentParser, overrides_help: str) -> None:
     engine = commands.add_parser("engine", help="measure settings of the rollout engines")
     text = "try this setting; repeatable (default: sequences and tokens in a batch, CUDA graphs, FP8)"
     engine.add_argument("--try", dest="asked", action="append", default=[], metavar="KEY=VALUE", help=text)
-    text = "sequences at once (default: rollout.episodes_in_flight / rollout.engine.replicas)"
+    text = "sequences at once (default: those of one replica, by rollout.episodes_in_flight)"
     engine.add_argument("--sequences", type=int, metavar="N", help=text)
     engine.add_argument("--prompt", type=int, metavar="TOKENS", help="length of a prompt (default: at most 2048)")
     engine.add_argument("--answer", type=int, metavar="TOKENS", help="tokens to sample (default: those of one turn)")

@@ -144,7 +144,12 @@ def test_a_run_that_plays_ahead(tmp_path):
 @pytest.mark.nightly(minutes=1)
 def test_modes_are_measured_and_drawn(tmp_path):
     pytest.importorskip("vllm")
-    small = ("rollout.prompts_per_step=2", "rollout.samples_per_prompt=2", "rollout.episodes_in_flight=4", "eval.tasks=2")
+    small = (
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "rollout.episodes_in_flight=4",
+        "eval.tasks=2",
+    )
     sizes = ("--modes", "wait", "continue", "--seeds", "0", "--steps", "3", "--picture", str(tmp_path / "modes.svg"))
     report = run("modes.py", "--out", str(tmp_path), *sizes, "--", *small, "env.faults.latency_median_s=0.01")
     assert [one["mode"] for one in report["runs"]] == ["wait", "continue"] and report["sources"]

@@ -104,6 +104,12 @@ def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
         (["policy.updates_per_batch=17"], ["policy.updates_per_batch", "rollout.prompts_per_step"]),
         (["parallel.data=129"], ["128 trajectories", "parallel.data=129"]),
         (["rollout.workers=2", "rollout.episodes_in_flight=1"], ["rollout.workers=2"]),
+        (
+            ["rollout.workers=200", "rollout.episodes_in_flight=auto"],
+            ["rollout.episodes_in_flight=auto plays at most 128 episodes", "rollout.workers=200"],
+        ),
+        (["rollout.episodes_in_flight=0"], ["rollout.episodes_in_flight=0: it must be auto or integer ≥ 1"]),
+        (["rollout.episodes_in_flight=all"], ['rollout.episodes_in_flight="all": it must be auto or integer']),
         (["policy.optimizer.betas=[0.9,1.0]"], ["policy.optimizer.betas"]),
         (["policy.optimizer.min_lr=1"], ["policy.optimizer.min_lr", "policy.optimizer.lr"]),
         (

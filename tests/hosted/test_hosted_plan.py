@@ -86,6 +86,7 @@ def test_what_is_not_known_is_said(capsys):
 def test_episodes_that_wait_for_others_take_longer():
     seconds = {number: plan(f"rollout.episodes_in_flight={number}").play_s for number in (16, 64, 256)}
     assert seconds[16] == 4 * seconds[64] and seconds[64] == seconds[256]
+    assert seconds[256] == plan("rollout.episodes_in_flight=auto").play_s
 
 
 @pytest.mark.parametrize("flag", ["--gpu=H100", "--search=8", "--simulate", "--price=2", "--gpu-memory=80"])

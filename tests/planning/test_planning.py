@@ -27,11 +27,13 @@ from megatron_fleet.planning import training
 from megatron_fleet.planning.hardware import GPUS, other_kind
 from megatron_fleet.planning.plan import make_plan
 from megatron_fleet.planning.plan_command import KINDS
-from megatron_fleet.planning.rollout import SEQUENCE_S, STEP_S, Engine
+from megatron_fleet.planning.rollout import CONTEXT_SHARE, SEQUENCE_S, STEP_S, Engine, assumptions
+from megatron_fleet.planning.scaling import scaled
 from megatron_fleet.planning.search import layouts, search
 from megatron_fleet.planning.shapes import KNOWN, shape_of
 from megatron_fleet.planning.step import active_parameters, parameters, step_time
 from megatron_fleet.planning.workload import Workload
+from megatron_fleet.rollout.concurrency import SOFT
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "weights"))
 from published_configs import published
@@ -149,6 +151,21 @@ def test_an_engine_is_faster_with_more_sequences_and_slower_for_each():
     assert steps == sorted(steps) and 128 / steps[3] > 32 / steps[2] > 8 / steps[1]
     assert engine.bound == "KV cache" and engine.slots * 0.5 * 0.3 * 65536 < engine.kv_tokens
     assert engine.ends(engine.load.lengths(32)).max() > 32 * 0.3 * 65536 / engine.tokens_per_s()
+
+
+def test_what_auto_is_taken_for_is_assumed_and_a_number_is_not():
+    small, large = (engine_of(f"rollout.engine.kv_cache_bytes={size << 30}") for size in (10, 1000))
+    for engine, slots in ((small, int(small.kv_tokens * SOFT / (CONTEXT_SHARE * small.load.mean))), (large, 64)):
+        assert engine.slots == slots
+        assert assumptions(engine.config, engine) == [
+            f"rollout.episodes_in_flight=auto: {4 * slots} episodes at once, at most 256, and no more than fill the KV "
+            f"caches to 75%"
+        ]
+    number = engine_of("rollout.engine.kv_cache_bytes=10737418240", "rollout.episodes_in_flight=256")
+    assert number.slots > small.slots and number.kv_tokens == small.kv_tokens and not assumptions(number.config, number)
+    assert assumptions(large.config, None) == ["rollout.episodes_in_flight=auto: 256 episodes at once"]
+    double = scaled(large.config, 2).rollout
+    assert (double.episodes_in_flight, double.most_in_flight()) == ("auto", 512)
 
 
 def test_the_host_works_while_the_device_does():

@@ -92,7 +92,7 @@ def test_a_key_changes_its_argument_and_no_other(model, engine, changed):
 
 
 def test_as_many_sequences_as_episodes_are_played_at_once(model):
-    for episodes, sequences in ((32, 32), (5000, 1024)):
+    for episodes, sequences in ((32, 32), (5000, 1024), ("auto", 256)):
         config = rollout_config(model, {"max_num_seqs": None}, episodes_in_flight=episodes)
         assert on_gpu(config)["max_num_seqs"] == on_cpu(config)["max_num_seqs"] == sequences
 

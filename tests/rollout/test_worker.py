@@ -154,6 +154,14 @@ async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
 
 
 @in_simulated_time
+@pytest.mark.parametrize(("most", "played"), [({"engine": {"replicas": 2, "max_num_seqs": 3}}, 3), ({}, 128)])
+async def test_with_auto_a_worker_has_its_share_of_the_most_that_may_play(folder, world, most, played):
+    worker = make_worker(folder, episodes_in_flight="auto", **most)
+    await worker.run([spec("fine", i) for i in range(200)])
+    assert world.most_in_flight == played
+
+
+@in_simulated_time
 async def test_abort_returns_every_episode_of_its_collection_and_the_worker_goes_on(worker, world):
     running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(12)]))
     await asyncio.sleep(0.1)

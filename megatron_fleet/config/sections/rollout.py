@@ -20,6 +20,12 @@ MAX_EPISODES = 100_000
 """Largest number of episodes, or of groups, that are planned or played at once."""
 MAX_SEQUENCES = 1024
 """Sequences that an engine decodes together unless configured otherwise: vLLM's own default on Hopper."""
+AUTO_SEQUENCES = 256
+"""The same with ``rollout.episodes_in_flight=auto``. The sampler sets memory aside for each sequence, and vLLM captures
+CUDA graphs for batches of up to 512 tokens only."""
+UNOBSERVED_EPISODES = 256
+"""Episodes that ``auto`` plays at once where no engine reports its load: at an endpoint, or with another sampler."""
+EpisodesInFlight = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_EPISODES)]
 
 
 class SamplingConfig(Section):
@@ -55,7 +61,8 @@ class EngineConfig(Section):
         None,
         ge=1,
         le=MAX_EPISODES,
-        description="Sequences that one replica decodes together; null: rollout.episodes_in_flight, at most 1024.",
+        description="Sequences that one replica decodes together; null: rollout.episodes_in_flight, at most 1024, or "
+        "256 with auto.",
     )
     max_num_batched_tokens: int | None = Field(
         None,
@@ -140,9 +147,11 @@ class EngineConfig(Section):
         0.1, gt=0, description="Mean absolute difference of these log-probs, in nats, above which the run ends."
     )
 
-    def sequences(self, episodes_in_flight: int) -> int:
+    def sequences(self, episodes_in_flight: EpisodesInFlight) -> int:
         """Return how many sequences a replica decodes together."""
-        return self.max_num_seqs or min(episodes_in_flight, MAX_SEQUENCES)
+        if self.max_num_seqs is not None:
+            return self.max_num_seqs
+        return AUTO_SEQUENCES if episodes_in_flight == "auto" else min(episodes_in_flight, MAX_SEQUENCES)
 
     def fp8(self, recipe: str) -> bool:
         """Return whether engines are to quantise their weights. ``recipe``: `precision.recipe`."""
@@ -197,8 +206,11 @@ class RolloutConfig(Section):
         "template differs.",
     )
     workers: int = Field(1, ge=1, description="Episode worker processes.")
-    episodes_in_flight: int = Field(
-        256, ge=1, le=MAX_EPISODES, description="Episodes played at once, over all workers."
+    episodes_in_flight: EpisodesInFlight = Field(
+        "auto",
+        description="Episodes played at once, over all workers. auto: as many as the engines' KV caches hold, found "
+        "while they play, at most rollout.engine.max_num_seqs for each engine; 256 at an endpoint or with another "
+        "sampler than vllm, whose load is not known.",
     )
     episode_timeout_s: float = Field(300, gt=0, description="Deadline of a whole episode.")
     max_staleness: int = Field(
@@ -224,6 +236,23 @@ class RolloutConfig(Section):
         2, ge=1, description="Consecutive turns without a valid action after which an episode ends."
     )
     engine: EngineConfig = EngineConfig()
+
+    @property
+    def adapts(self) -> bool:
+        """Whether the engines' load decides how many episodes play."""
+        return self.episodes_in_flight == "auto" and self.sampler == VLLM
+
+    def most_in_flight(self, endpoint: bool = False) -> int:
+        """Return the most episodes that play at once.
+
+        Args:
+            endpoint: `eval.endpoint` plays the episodes instead of engines.
+        """
+        if self.episodes_in_flight != "auto":
+            return self.episodes_in_flight
+        if endpoint or not self.adapts:
+            return UNOBSERVED_EPISODES
+        return min(MAX_EPISODES, self.engine.replicas * self.engine.sequences("auto"))
 
 
 def _row_holds_episode(c: Config) -> str | None:
@@ -275,10 +304,12 @@ def _ranks_have_trajectories(c: Config) -> str | None:
 
 
 def _workers_are_busy(c: Config) -> str | None:
-    if c.rollout.episodes_in_flight >= c.rollout.workers:
+    most = c.rollout.most_in_flight()
+    if most >= c.rollout.workers:
         return None
+    plays = f" plays at most {most} episodes, which" if c.rollout.episodes_in_flight == "auto" else ""
     return (
-        f"rollout.episodes_in_flight={c.rollout.episodes_in_flight} cannot occupy "
+        f"rollout.episodes_in_flight={c.rollout.episodes_in_flight}{plays} cannot occupy "
         f"rollout.workers={c.rollout.workers} processes; lower rollout.workers."
     )
 
