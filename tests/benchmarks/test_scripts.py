@@ -151,7 +151,9 @@ def test_modes_are_measured_and_drawn(tmp_path):
         "eval.tasks=2",
     )
     sizes = ("--modes", "wait", "continue", "--seeds", "0", "--steps", "3", "--picture", str(tmp_path / "modes.svg"))
-    report = run("modes.py", "--out", str(tmp_path), *sizes, "--", *small, "env.faults.latency_median_s=0.01")
+    report = run(
+        "modes.py", "--out", str(tmp_path), *sizes, "--", *small, "eval.tasks=2", "env.faults.latency_median_s=0.01"
+    )
     assert [one["mode"] for one in report["runs"]] == ["wait", "continue"] and report["sources"]
     assert all(one["of_bound"] > 0.9 for one in report["runs"])
     assert "<svg" in (tmp_path / "modes.svg").read_text()
