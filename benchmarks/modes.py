@@ -24,9 +24,11 @@ from typing import Any
 from measured import stamp
 
 PROMPTS, SAMPLES = 8, 4
+PLACES = PROMPTS * SAMPLES
+"""Episodes at once."""
 COMMON = (
     f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    f"rollout.episodes_in_flight={PROMPTS * SAMPLES}", "logging.trace_every=1", "env.step_timeout_s=120",
+    f"rollout.episodes_in_flight={PLACES}", "logging.trace_every=1", "env.step_timeout_s=120",
     "checkpoint.export.last=false", "eval.at_start=true", "eval.interval=0", "algorithm=importance_weighted",
 )  # fmt: skip
 LATENCY = ("env.faults.latency_median_s=0.5", "env.faults.latency_sigma=1.15")
@@ -36,7 +38,7 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "over-sampling": (
         COLOCATED, "rollout.batch.window=null", "rollout.batch.ahead=0.5", "rollout.unfinished=again",
     ),
-    "continue": (COLOCATED, "rollout.max_staleness=2", "rollout.batch.window=null", "rollout.batch.ahead=1"),
+    "continue": (COLOCATED, "rollout.max_staleness=2", "rollout.batch.window=null"),
     "ahead": ("rollout.max_staleness=2",),
 }  # fmt: skip
 WARM_UP = 1
@@ -83,27 +85,41 @@ def mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
 
 
 def draw(folders: Mapping[str, Path], path: Path) -> None:
-    """Draw episodes, updates and when each batch was full, of the first steps of each run, from its traces."""
-    import matplotlib.pyplot as plt
-
-    plt.rcParams["svg.hashsalt"] = "modes"
-    figure, axes = plt.subplots(len(folders), 1, figsize=(9, 1.9 * len(folders)), sharex=True, layout="constrained")
-    for axis, (mode, folder) in zip(axes, folders.items(), strict=True):
+    """Draw episodes and updates of the first steps of each run as SVG, from its traces."""
+    found = {}
+    for mode, folder in folders.items():
         events = [event for step in range(1, DRAWN_STEPS + 1) for event in slices(folder, step)]
-        began = min(at for kind, name, at, _ in events if name == "rollout")
+        began = min(at for _, name, at, _ in events if name == "rollout")
+        end = max(at + seconds for _, name, at, seconds in events if name == f"step {DRAWN_STEPS}")
+        shown = [event for event in events if began <= event[2] < end]  # without the evaluation before
+        found[mode] = [(kind, name, at - began, min(seconds, end - at)) for kind, name, at, seconds in shown]
+    longest = max(at + seconds for events in found.values() for *_, at, seconds in events)
+    width, height, left, top = 860, 110, 10, 24
+    scale = (width - 2 * left) / longest
+    out = []
+    for row, (mode, events) in enumerate(found.items()):
+        y = row * (height + top + 6) + top
+        out.append(f'<text x="{left}" y="{y - 6}" class="t">{mode}</text>')
+        end = max(at + seconds for *_, at, seconds in events)
+        out.append(f'<rect class="b" x="{left}" y="{y}" width="{end * scale:.1f}" height="{height}"/>')
+        for _, name, at, seconds in events:
+            if name == "policy_train":
+                place = f'x="{left + at * scale:.1f}" y="{y}" width="{seconds * scale:.1f}" height="{height}"'
+                out.append(f'<rect class="u" {place}/>')
         episodes = sorted({(at, seconds) for kind, name, at, seconds in events if kind == "worker" and "-" in name})
         free: list[float] = []
         for at, seconds in episodes:
             lane = next((i for i, until in enumerate(free) if until <= at), len(free))
             free[lane : lane + 1] = [at + seconds]
-            axis.barh(lane, seconds, left=at - began, height=0.9, color="#7aa6d8", linewidth=0)
-        for _, name, at, seconds in events:
-            if name == "policy_train":
-                axis.axvspan(at - began, at + seconds - began, color="#e8a33d", alpha=0.55, linewidth=0)
-        axis.set(title=mode, ylabel="episodes", yticks=[])
-        axis.title.set_fontsize(10)
-    axes[-1].set_xlabel("seconds; blue: an episode plays, orange: the trainer updates the policy")
-    figure.savefig(path, metadata={"Date": None})
+            place = f'x="{left + at * scale:.1f}" y="{y + lane * height / PLACES:.1f}"'
+            size = f'width="{seconds * scale:.1f}" height="{0.75 * height / PLACES:.2f}"'
+            out.append(f'<rect class="e" {place} {size}/>')
+    total = len(found) * (height + top + 6) + 26
+    said = f"{longest:.0f} seconds from left to right; blue: an episode, orange: an update of the policy"
+    out.append(f'<text x="{left}" y="{total - 8}" class="t">{said}</text>')
+    style = ".t{font:13px sans-serif;fill:#777}.b{fill:#8881}.u{fill:#e8a33d;fill-opacity:.6}.e{fill:#4c8bd0}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {total}"><style>{style}</style>'
+    path.write_text("\n".join([head, *out, "</svg>", ""]))
 
 
 def slices(folder: Path, step: int) -> list[tuple[str, str, float, float]]:
