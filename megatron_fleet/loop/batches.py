@@ -286,8 +286,9 @@ class Batches:
         while True:
             result = await self._collect(play)
             group = result.groups[0]
-            self._tokens += sum(int(t.action_mask.sum()) for t in group.trajectories)
-            self._episodes += len(group.trajectories)
+            new = [t for t in group.trajectories if t.sample not in play.kept]
+            self._tokens += sum(int(np.count_nonzero(t.action_mask)) for t in new)
+            self._episodes += len(new)
             if play.stop.is_set() or play.round == self._rule.max_replacements or not self._lacks_signal(group):
                 return result
             play.accounting += result.accounting.moved(group.trajectories, "replaced")
@@ -442,7 +443,9 @@ class Batches:
         found = []
         for place, play in enumerate(self._plays):
             work = play.work
-            if work is not None and work.done() and not work.cancelled() and work.exception() is None:
+            if play.stop.is_set() or work is None:
+                continue  # stopped, and not replaced yet
+            if work.done() and not work.cancelled() and work.exception() is None:
                 result = work.result()
                 episodes = result.groups[0].trajectories
                 whole = not any(t.image_spans or t.routing is not None for t in episodes)

@@ -318,6 +318,34 @@ async def test_after_a_restart_no_task_is_lost_and_what_had_come_back_is_kept(tm
 
 
 @in_simulated_time
+async def test_a_group_that_is_being_stopped_is_not_kept_as_it_is(tmp_path):
+    """A run may be asked to end while it stops groups."""
+    stream = Stream(tmp_path, *OVERSAMPLED, "rollout.max_staleness=1", delay=slow((0, 1)))
+    stop, stopping = stream.batches._stop, asyncio.Event()
+
+    async def interrupted(plays, version):
+        if plays:
+            for play in plays:
+                play.stop.set()
+            await asyncio.wait([play.work for play in plays])
+            stopping.set()
+            await asyncio.sleep(3600)
+        await stop(plays, version)
+
+    stream.batches._stop = interrupted
+    taking = asyncio.create_task(stream.take())
+    await stopping.wait()
+    taking.cancel()
+    await asyncio.wait([taking])
+    later = stream.resumed(tmp_path)
+    await stream.batches.close()
+    later.rollout.delay_of = lambda request: 1.0
+    made = await later.all()
+    check_counts(made)
+    assert not any(t.outcome is Outcome.ABORTED for b in made for g in b.groups for t in g.trajectories)
+
+
+@in_simulated_time
 async def test_a_checkpoint_of_before_is_resumed(tmp_path):
     """It names the tasks that were handed out and not trained on, by step."""
     sampler = Stream(tmp_path).batches._draws.sampler
