@@ -169,13 +169,11 @@ async def test_an_update_waits_for_what_still_plays(tmp_path):
     ] * 6
 
 
-@in_simulated_time
-async def test_episodes_that_ended_in_time_are_kept_when_their_group_is_stopped(tmp_path):
-    """With a bound of 1 they may be trained on after the next update; the others are played again."""
-    stream = Stream(tmp_path, *OVERSAMPLED, "rollout.max_staleness=1", delay=slow((0, 1)))
-    played = stream.rollout.collect
+def two_of_four_end(rollout):
+    """Of the group that is stopped."""
+    played = rollout.collect
 
-    async def two_of_four(request, on_episode=None, stop=None):
+    async def collect(request, on_episode=None, stop=None):
         result = await played(request, on_episode, stop)
         if (request.step, request.first) == (0, 1) and not request.played:
             for trajectory in result.groups[0].trajectories[:2]:
@@ -183,7 +181,14 @@ async def test_episodes_that_ended_in_time_are_kept_when_their_group_is_stopped(
             result.accounting.known, result.accounting.unknown = 2, 2
         return result
 
-    stream.rollout.collect = two_of_four
+    rollout.collect = collect
+
+
+@in_simulated_time
+async def test_episodes_that_ended_in_time_are_kept_when_their_group_is_stopped(tmp_path):
+    """With a bound of 1 they may be trained on after the next update; the others are played again."""
+    stream = Stream(tmp_path, *OVERSAMPLED, "rollout.max_staleness=1", delay=slow((0, 1)))
+    two_of_four_end(stream.rollout)
     first = await stream.take()
     stream.rollout.delay_of = lambda request: 1.0
     made = [first, *await stream.all()]
@@ -321,6 +326,7 @@ async def test_after_a_restart_no_task_is_lost_and_what_had_come_back_is_kept(tm
 async def test_a_group_that_is_being_stopped_is_not_kept_as_it_is(tmp_path):
     """A run may be asked to end while it stops groups."""
     stream = Stream(tmp_path, *OVERSAMPLED, "rollout.max_staleness=1", delay=slow((0, 1)))
+    two_of_four_end(stream.rollout)
     stop, stopping = stream.batches._stop, asyncio.Event()
 
     async def interrupted(plays, version):
