@@ -59,7 +59,8 @@ def test_commands_are_those_of_the_parser():
 def test_diagrams_are_as_drawn():
     diagrams = importlib.import_module("diagrams")
     drawn = {DOCS / f"{name}.svg": diagrams.draw(diagram) for name, diagram in diagrams.DIAGRAMS.items()}
-    charts = {DOCS / name for name in ("learn/quickstart.svg", "run/hosted.svg", "understand/mixture.svg")}  # measured
+    measured = ("learn/quickstart.svg", "run/hosted.svg", "run/modes.svg", "understand/mixture.svg")
+    charts = {DOCS / name for name in measured}
     charts.update((DOCS / "understand").glob("gpu-*.svg"))
     # Of computed memory and time, see tests/cluster.
     charts |= {DOCS / "understand" / "memory.svg", DOCS / "run" / "planning.svg"}
