@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Collection, Coroutine, Mapping
 from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, final
 
 from megatron_fleet.checkpoint.checkpoints import Checkpoint, Checkpoints, Copied
@@ -137,7 +138,7 @@ class Saves:
             return False
         return self._copied is not None
 
-    def commit(self, state: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    def commit(self, state: Mapping[str, Any], files: Mapping[str, bytes] = MappingProxyType({})) -> None:
         """Make the checkpoint of the copied state, if there is one, in the background.
 
         Args:

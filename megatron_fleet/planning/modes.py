@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_fleet.config.schema import Config
-from megatron_fleet.models.model import Model
-from megatron_fleet.planning.hardware import Gpu
-from megatron_fleet.planning.step import step_time
-from megatron_fleet.planning.workload import Workload
+from megatron_fleet.config.schema import RolloutConfig
 
 MODES: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("every batch waits for its last episode", {"max_staleness": 0}, {"ahead": None, "window": 1}),
@@ -42,18 +38,16 @@ class Mode:
     stale: bool
 
 
-def modes(config: Config, hf_config: Mapping[str, Any], model: Model, gpu: Gpu, load: Workload) -> list[Mode]:
-    """Return the modes that a configuration may have, with their seconds of a step."""
+def modes(rollout: RolloutConfig, step_s: Callable[[RolloutConfig], float]) -> list[Mode]:
+    """Return the modes that a configuration may have. ``step_s``: seconds of a step with a changed section."""
     found = []
     for description, keys, batch in MODES:
-        rollout = config.rollout.model_copy(update={**keys, "batch": config.rollout.batch.model_copy(update=batch)})
-        changed = config.model_copy(update={"rollout": rollout})
-        seconds = step_time(changed, hf_config, model, gpu, load).total
-        names = {f"rollout.{key}": value for key, value in keys.items() if value != getattr(config.rollout, key)}
-        now = config.rollout.batch
+        changed = rollout.model_copy(update={**keys, "batch": rollout.batch.model_copy(update=batch)})
+        names = {f"rollout.{key}": value for key, value in keys.items() if value != getattr(rollout, key)}
+        now = rollout.batch
         names |= {f"rollout.batch.{key}": value for key, value in batch.items() if value != getattr(now, key)}
         overrides = " ".join(f"{name}={'null' if value is None else value}" for name, value in names.items())
-        found.append(Mode(description, overrides, seconds, rollout.max_staleness > 0))
+        found.append(Mode(description, overrides, step_s(changed), changed.max_staleness > 0))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.placement import PlacementRequest, place
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import Config, RolloutConfig
 from megatron_fleet.models.flops import SequenceCost
 from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.layout import check_micro_batch_tokens, validate
@@ -96,6 +96,11 @@ def make_plan(config: Config, gpu: Gpu, load: Workload) -> Plan:
     memory = run_memory(config, hf_config, gpu.memory)
     problem = why_not(config, hf_config, gpu, memory)
     step = step_time(config, hf_config, model, gpu, load) if memory.kv_tokens >= load.mean else None
+
+    def step_s(rollout: RolloutConfig) -> float:
+        changed = config.model_copy(update={"rollout": rollout})
+        return step_time(changed, hf_config, model, gpu, load).total
+
     return Plan(
         config=config,
         model=model,
@@ -108,7 +113,7 @@ def make_plan(config: Config, gpu: Gpu, load: Workload) -> Plan:
         problem=problem,
         disk=_disk(config, model, load),
         step=step,
-        modes=() if step is None else modes(config, hf_config, model, gpu, load),
+        modes=() if step is None else modes(config.rollout, step_s),
     )
 
 

@@ -61,7 +61,8 @@ _Taken = tuple[_Running, EpisodeSpec]
 class Collector:
     """Player of any number of concurrent collections: each group of a training step, each evaluation. Free slots go to
     the earliest one that has waiting episodes; of the groups of one training step, to those expected to be the longest.
-    A step waits for all its groups, so that this makes none of them more likely to be trained on.
+    Where a step waits for all its groups, this makes none of them more likely to be trained on; where it does not
+    (``rollout.batch.window``), it gives long ones a start.
 
     Attributes:
         monitor: is told of every attempt at an episode that returns.

@@ -12,6 +12,7 @@ from waiting import HANG_S, until
 
 from megatron_fleet.agents.token_engine import EngineLost, EngineRefused, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
+from megatron_fleet.platform.deadlines import deadline
 from megatron_fleet.rollout import engine_client
 from megatron_fleet.rollout.engine_client import FAR_REQUESTS, _Replica, connect
 from megatron_fleet.rollout.engine_server import EngineServer
@@ -309,3 +310,58 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     with contextlib.suppress(ConnectionError):
         while data := await reader.read(1 << 16):
             writer.write(data)
+
+
+class Sleeper(Echo):
+    """Samples two tokens, then sleeps; asked again, it says the rest."""
+
+    def __init__(self):
+        super().__init__()
+        self.awake = asyncio.Event()
+
+    async def generate(self, prompt, sampling, session, images=()):
+        self.seen.append((prompt, sampling))
+        if len(self.seen) > 1:
+            await self.awake.wait()
+        count = 2 if len(self.seen) == 1 else sampling.max_tokens
+        ids = np.arange(count, dtype=np.int32) + 10 * len(self.seen)
+        inputs = len(prompt) + count - 1 - sampling.routing_start
+        routing = np.full((inputs, 1, 2), len(self.seen), np.uint8)
+        reason = "interrupted" if len(self.seen) == 1 else "length"
+        return Generation(ids, -ids.astype(np.float32), reason, ((len(self.seen), 0, count),), routing)
+
+
+async def test_a_turn_goes_on_after_the_sleep_of_its_engine_and_its_deadline_stands_still():
+    engine = Sleeper()
+    async with serving(engine) as (server, endpoint):
+        client = connect([endpoint], TOKEN, HANG_S)
+        asked = SamplingParams(1.0, 5, (3, 9), seed=11, routing_start=1)
+        server.tell(asleep=True)
+        async with deadline(0.5):
+            turn = asyncio.create_task(client.generate([5, 6, 7], asked, "s"))
+            await until(lambda: len(engine.seen) == 2)
+            await asyncio.sleep(1.0)  # longer than the deadline
+            server.tell(asleep=False)
+            engine.awake.set()
+            got = await turn
+    (prompt, first), (longer, rest) = engine.seen
+    assert (prompt, first) == ([5, 6, 7], asked)
+    assert longer == [5, 6, 7, 10, 11] and rest.max_tokens == 3 and rest.seed not in (None, 11)
+    assert rest.routing_start == 5 - 1, "of two tokens the last one was no input yet"
+    assert got.token_ids.tolist() == [10, 11, 20, 21, 22] and got.logprobs.tolist() == [-10, -11, -20, -21, -22]
+    assert got.versions == ((1, 0, 2), (2, 2, 5)) and got.finish_reason == "length"
+    assert got.routing is not None and got.routing[:, 0, 0].tolist() == [1] * 3 + [2] * 3
+    assert (got.interruptions, got.recomputed) == (1, 5)
+
+
+async def test_the_deadline_goes_on_when_the_engine_is_awake_or_lost():
+    engine = Sleeper()
+    async with serving(engine) as (server, endpoint):
+        client = connect([endpoint], TOKEN, HANG_S)
+        server.tell(asleep=True)
+        with pytest.raises(TimeoutError):
+            async with deadline(0.3):
+                turn = asyncio.create_task(client.generate([5], SamplingParams(1.0, 5, (), 1, 0), "s"))
+                await until(lambda: len(engine.seen) == 2)
+                server.tell(asleep=False)
+                await turn
