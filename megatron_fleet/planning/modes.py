@@ -9,14 +9,14 @@ from typing import Any
 from megatron_fleet.config.schema import RolloutConfig
 
 MODES: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
-    ("every batch waits for its last episode", {"max_staleness": 0}, {"ahead": None, "window": 1}),
-    ("the first to end of a quarter more, the others played again", {"max_staleness": 0, "unfinished": "again"},
+    ("wait for every episode of a batch", {"max_staleness": 0}, {"ahead": None, "window": 1}),
+    ("over-sample by a quarter, restart the unfinished groups", {"max_staleness": 0, "unfinished": "again"},
      {"ahead": 0.25, "window": None}),
-    ("unfinished episodes go on, a step ahead", {"max_staleness": 1, "unfinished": "continue"},
+    ("continue unfinished episodes, one step ahead", {"max_staleness": 1, "unfinished": "continue"},
      {"ahead": None, "window": 1}),
-    ("unfinished episodes go on, two steps ahead", {"max_staleness": 2, "unfinished": "continue"},
+    ("continue unfinished episodes, two steps ahead", {"max_staleness": 2, "unfinished": "continue"},
      {"ahead": None, "window": 1}),
-    ("unfinished episodes go on, and a batch takes what ends first", {"max_staleness": 2, "unfinished": "continue"},
+    ("continue unfinished episodes, train on the first to finish", {"max_staleness": 2, "unfinished": "continue"},
      {"ahead": 0.5, "window": None}),
 )  # fmt: skip
 """Description, keys of ``rollout``, keys of ``rollout.batch``."""
@@ -29,7 +29,7 @@ class Mode:
     Attributes:
         overrides: the keys that choose it, as on the command line; none: the configuration has it.
         seconds: of a step.
-        stale: it trains on tokens of earlier weights.
+        stale: it trains on tokens sampled with earlier weights.
     """
 
     description: str
@@ -56,8 +56,8 @@ def describe_modes(found: Sequence[Mode]) -> list[str]:
     ordered = sorted(found, key=lambda mode: mode.seconds)
     rows = [f"{mode.seconds:8.1f}   {mode.description}: {mode.overrides or 'as configured'}" for mode in ordered]
     fresh, best = next(mode for mode in ordered if not mode.stale), ordered[0]
-    rows.append(f"best without tokens of earlier weights: {fresh.description}")
+    rows.append(f"fastest on-policy mode: {fresh.description}")
     if best.stale:
         need = "algorithm=importance_weighted, or an algorithm.correction.kind"
-        rows.append(f"best with them: {best.description}; needs {need} (docs/run/modes.md)")
+        rows.append(f"fastest mode with stale tokens: {best.description}; requires {need} (docs/run/modes.md)")
     return rows

@@ -103,8 +103,8 @@ def assumptions(plan: Plan) -> list[str]:
     rollout, step = plan.config.rollout, plan.step
     over = rollout.unfinished == "continue" and rollout.engine.colocated is not False and in_play(plan.config) > 1
     opened = [] if step is None else [
-        f"environments of unfinished episodes stay open over an update of {step.trainer:.0f} s, and up to "
-        f"{max(1, rollout.max_staleness)} of them (env.fleet.ttl_s)"
+        f"environments of unfinished episodes stay open during up to {max(1, rollout.max_staleness)} updates of "
+        f"{step.trainer:.0f} s each (env.fleet.ttl_s must allow for it)"
     ]  # fmt: skip
     return [
         *load.assumptions(),

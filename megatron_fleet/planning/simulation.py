@@ -2,7 +2,7 @@
 
 Episodes play on engines that serve all of theirs at one speed, which falls with their number (`rollout.Engine`). As in
 `loop.batches`, groups of episodes are a stream: as many play as the batch needs, and ``ahead`` batches more; a batch
-takes those of its window that ended first; groups that still play go on, are played again, or are waited for. Engines
+takes those of its window that ended first; groups that still play continue, are restarted, or are waited for. Engines
 stand still while weights are synced; colocated ones also while the trainer works. An episode that fails is played
 again, as is one that is older than ``staleness`` versions. An engine that is lost starts again, and its episodes
 elsewhere; a trainer that is lost repeats the steps since its last checkpoint.

@@ -43,6 +43,6 @@ class DeadlineClock:
             self._timeout.reschedule(None)
 
     def go_on(self) -> None:
-        """Let the clock go on with the time that was left."""
+        """Restart the clock with the time that was left."""
         if self._timeout is not None and not self._timeout.expired() and self._timeout.when() is None:
             self._timeout.reschedule(asyncio.get_running_loop().time() + self._left_s)

@@ -16,7 +16,7 @@ Engine to client, in any order of ``id``::
     ["refused", id, reason]     the request can never be served
     ["lost", id, reason]        the engine cannot serve any more
     ["healthy"]                 the answer to ["health"], whatever else is under way
-    ["asleep", whether]         no request goes on until it is awake again; sent to every client at each change
+    ["asleep", whether]         whether requests wait until the engine is awake; sent to every client at each change
 
 Prompt and token ids are int32 ``[N]``, log-probs float32 ``[N]``, routing uint8 or int16 ``[R, layers, k]`` or nil; all
 are arrays of a frame. Every later prompt of an episode contains its images, so each file is sent once.

@@ -159,7 +159,7 @@ _ACCOUNTING = {
     "no_tokens": "Episodes whose reward counted for the group, but in which the policy sampled no token.",
     "trained_tokens": "Tokens with a gradient.",
     "attempts_stale": "Episodes that were too old (rollout.max_staleness) and were played again.",
-    "attempts_unfinished": "Episodes that still played when a batch was full and were played again "
+    "attempts_unfinished": "Episodes that were still playing when a batch was full, and were restarted "
     "(rollout.unfinished=again).",
     "attempts_replaced": "Episodes of groups without signal, in whose place another task was played "
     "(rollout.batch.max_replacements).",
@@ -173,14 +173,14 @@ _ASYNC = {
     "staleness_violation_count": "Episodes that were too old and were played again.",
     "trainer_waits_share": "timing/rollout_wait divided by the time since the batch before was complete.",
     "engines_idle_share": "timing/engines_idle divided by the same time.",
-    "unfinished_groups": "Groups that still played when the batch was full.",
-    "interrupted_episodes": "Episodes of the batch of which a turn was interrupted by the sleep of its engine, and "
-    "went on after it (rollout.unfinished=continue).",
-    "recomputed_tokens": "Tokens of their prompts and turns that engines computed a second time for that.",
+    "unfinished_groups": "Groups that were still playing when the batch was full.",
+    "interrupted_episodes": "Episodes of the batch with a turn that was interrupted because its engine was put to "
+    "sleep, and continued after the update (rollout.unfinished=continue).",
+    "recomputed_tokens": "Prompt and turn tokens that engines recomputed to continue these turns.",
     "replaced_groups": "Times that a group of the batch was replaced because it had no signal.",
     "overtaking_share": "Share of the batch's groups that were taken before one drawn earlier, which still played "
     "(rollout.batch.window).",
-    "length_ratio": "Mean sampled tokens of the batch's episodes, divided by the mean over all episodes that came back "
+    "length_ratio": "Mean sampled tokens of the batch's episodes, divided by the mean over all finished episodes "
     "since the start; below 1 while short episodes overtake long ones.",
 }
 

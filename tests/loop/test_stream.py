@@ -199,6 +199,22 @@ async def test_episodes_that_ended_in_time_are_kept_when_their_group_is_stopped(
     assert (at.accounting.unfinished, at.accounting.started) == (2, SIZE * SAMPLES + 2)
 
 
+@in_simulated_time
+async def test_a_stopped_group_keeps_nothing_that_will_be_too_old(tmp_path):
+    """Otherwise it would be restarted a second time, once all of it is there."""
+    stream = Stream(tmp_path, *OVERSAMPLED, delay=slow((0, 1)))
+    two_of_four_end(stream.rollout)
+    first = await stream.take()
+    stream.rollout.delay_of = lambda request: 1.0
+    made = [first, *await stream.all()]
+    check_counts(made)
+    long = drawn(tmp_path)[0][1]
+    _, again = [request for request in stream.rollout.requests if request.tasks[0].key == long]
+    assert again.played == {}
+    (counts,) = [b.accounting for b in made if long in keys(b)]
+    assert counts.stale >= 2 and counts.unfinished >= 2
+
+
 @pytest.mark.parametrize(("rule", "fates"), [("mask", 0), ("drop", SAMPLES)])
 @in_simulated_time
 async def test_tokens_that_are_too_old_have_no_gradient(tmp_path, rule, fates):
@@ -382,7 +398,10 @@ async def test_a_run_may_go_on_with_more_groups_in_a_step(tmp_path):
     ("overrides", "sentence"),
     [
         (("rollout.batch.window=null",), r"rollout\.batch\.window=null .* raise rollout\.batch\.ahead"),
-        (("rollout.batch.ahead=0.5", "rollout.batch.window=null"), r"rollout\.unfinished=continue .* set rollout\.unf"),
+        (
+            ("rollout.batch.ahead=0.5", "rollout.batch.window=null"),
+            r"rollout\.batch\.ahead=0\.5 with .* set rollout\.unf",
+        ),
     ],
 )
 def test_rules_that_cannot_work_are_refused(tmp_path, overrides, sentence):

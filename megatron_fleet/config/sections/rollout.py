@@ -166,22 +166,22 @@ class BatchConfig(Section):
     window: int | None = Field(
         1,
         ge=1,
-        description="Steps among which a group may change places: a batch takes those that end first of the groups "
-        "drawn for the same window of so many steps, and a window's last batch takes the rest. 1: each batch is what "
-        "was drawn for it, whatever ends first. null: a batch takes whatever ends first, so short episodes are trained "
-        "on earlier than long ones.",
+        description="Size of the window, in steps, within which groups may be reordered: a batch takes the first "
+        "groups to finish among those drawn for its window, and the last batch of a window takes the rest. 1: no "
+        "reordering, each batch consists of the groups drawn for it. null: no limit, so short episodes are trained on "
+        "earlier than long ones.",
     )
     ahead: float | None = Field(
         None,
         ge=0,
-        description="Groups that play besides those that the batch needs, in batches (0.25: a quarter more). null: "
-        "rollout.max_staleness.",
+        description="Extra groups to play beyond the current batch, as a multiple of the batch size (0.25: a quarter "
+        "more). null: rollout.max_staleness.",
     )
     max_replacements: int = Field(
         0,
         ge=0,
-        description="Times that a group without signal (all its rewards are equal) is replaced by one of another task, "
-        "of the same environment if possible, within a step.",
+        description="How often a group without signal (all its rewards are equal) may be replaced by a group of "
+        "another task within a step; the task is of the same environment if possible.",
     )
 
 
@@ -221,14 +221,15 @@ class RolloutConfig(Section):
     )
     unfinished: Literal["continue", "again", "wait"] = Field(
         "continue",
-        description="Groups that still play when a batch is full. continue: they go on with the next weights, in "
-        "environments that stay open; again: they are stopped, and played again from the start; wait: the update waits "
-        "for them.",
+        description="What to do with groups that are still playing when a batch is full. continue: keep their "
+        "environments open and continue them with the updated weights; again: stop them and restart them from their "
+        "tasks; wait: finish them before the update.",
     )
     too_old: Literal["again", "mask", "drop"] = Field(
         "again",
-        description="Episodes with tokens older than rollout.max_staleness. again: they are played again; mask: these "
-        "tokens are not trained on; drop: nothing of them is, but their reward counts for the group.",
+        description="What to do with episodes that have tokens older than rollout.max_staleness. again: restart them; "
+        "mask: exclude these tokens from the loss; drop: exclude the whole episode from the loss. With mask and drop "
+        "its reward still counts for its group.",
     )
     batch: BatchConfig = BatchConfig()
     max_retries: int = Field(1, ge=0, description="Fresh attempts for an episode whose reward stayed unknown.")
@@ -329,8 +330,8 @@ def _groups_are_there_to_choose_from(c: Config) -> str | None:
     if batch.window == 1 or ahead > 0:
         return None
     return (
-        f"rollout.batch.window={'null' if batch.window is None else batch.window} lets a batch take the groups that "
-        f"end first, and none play besides those that it needs; raise rollout.batch.ahead or rollout.max_staleness."
+        f"rollout.batch.window={'null' if batch.window is None else batch.window} lets a batch take the first groups "
+        f"to finish, but no extra groups are played; raise rollout.batch.ahead or rollout.max_staleness."
     )
 
 
@@ -339,9 +340,9 @@ def _what_goes_on_is_not_too_old(c: Config) -> str | None:
     if r.max_staleness > 0 or not r.batch.ahead or r.unfinished != "continue" or r.too_old != "again":
         return None
     return (
-        f"rollout.unfinished=continue lets groups go on over an update, after which rollout.max_staleness=0 with "
-        f"rollout.too_old=again plays them again; with rollout.batch.ahead={r.batch.ahead:g} set rollout.unfinished to "
-        f"again or wait, rollout.too_old to mask, or rollout.max_staleness to at least 1."
+        f"rollout.batch.ahead={r.batch.ahead:g} with rollout.unfinished=continue, rollout.max_staleness=0 and "
+        f"rollout.too_old=again would continue groups after an update only to restart them as too old; set "
+        f"rollout.unfinished to again or wait, rollout.too_old to mask, or rollout.max_staleness to at least 1."
     )
 
 
