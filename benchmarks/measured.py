@@ -40,7 +40,6 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
         "rollout/collector.py", "rollout/engine_actor.py", "rollout/engine_client.py", "rollout/engine_server.py",
         "rollout/sampler.py", "rollout/service.py", "rollout/worker.py",
     ),
-    "staleness": ("loop/batches.py", "loop/train.py", "rollout/collector.py", "algorithms"),
     "storage": ("storage/direct.py", "storage/local.py", "storage/remote.py", "storage/s3.py"),
     "train_step": (
         "trainer/megatron/build.py", "trainer/megatron/logprob.py", "trainer/megatron/logprob_torch.py",

@@ -1,12 +1,16 @@
-"""Modes of a rollout against engines that are always full: the quickstart with slow, heavy-tailed environments.
+"""Modes of a rollout: how fast each is against engines that are always full, and whether each learns as well.
 
-Tool calls wait log-normally (``LATENCY``). Every run does the same work: as many steps, of the same tasks, with equal
-seeds and as many episodes at once. Prints one line of JSON: for each mode and seed the seconds of a step, and their
-ratio to the bound: the trainer's own seconds, and those of all its episodes if every place were always taken. Runs go
-one after the other; one that is there already (``--out``) is not repeated.
+``speed``: the quickstart with smaller batches and slow, heavy-tailed environments (``LATENCY``), without evaluations.
+``of_bound`` is the ratio of a step's seconds to the bound: the trainer's own seconds, and those of the step's episodes
+if every place were always taken (colocated: their sum, as they take turns; separate: the longer of both). Environments
+wait through an update, too, so that colocated modes that leave episodes unfinished can be below the bound.
+``learning``: the quickstart as it is, with held-out pass@1 before and after.
 
-    python benchmarks/modes.py --out runs/modes [--modes wait continue] [--seeds 0 1 2] [--steps 20]
-        [--picture docs/run/modes.svg]
+Every run of a part does the same work: as many steps of the same tasks, with equal seeds and as many episodes at once.
+Prints one line of JSON. Runs go one after the other; one that is there already (``--out``) is not repeated.
+
+    python benchmarks/modes.py --out runs/modes [--parts speed learning] [--modes wait continue] [--seeds 0 1 2]
+        [--steps 12] [--picture docs/run/modes.svg]
 """
 
 from __future__ import annotations
@@ -26,12 +30,15 @@ from measured import stamp
 PROMPTS, SAMPLES = 8, 4
 PLACES = PROMPTS * SAMPLES
 """Episodes at once."""
-COMMON = (
-    f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}",
-    f"rollout.episodes_in_flight={PLACES}", "logging.trace_every=1", "env.step_timeout_s=120",
-    "checkpoint.export.last=false", "eval.at_start=true", "eval.interval=0", "algorithm=importance_weighted",
-)  # fmt: skip
+COMMON = ("algorithm=importance_weighted", "checkpoint.export.last=false")
 LATENCY = ("env.faults.latency_median_s=0.5", "env.faults.latency_sigma=1.15")
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "speed": (
+        f"rollout.prompts_per_step={PROMPTS}", f"rollout.samples_per_prompt={SAMPLES}", "eval=none",
+        f"rollout.episodes_in_flight={PLACES}", "logging.trace_every=1", "env.step_timeout_s=120", *LATENCY,
+    ),
+    "learning": (),
+}  # fmt: skip
 COLOCATED = "rollout.engine.colocated=true"
 MODES: Mapping[str, tuple[str, ...]] = {
     "wait": (COLOCATED,),
@@ -39,44 +46,51 @@ MODES: Mapping[str, tuple[str, ...]] = {
         COLOCATED, "rollout.batch.window=null", "rollout.batch.ahead=0.5", "rollout.unfinished=again",
     ),
     "continue": (COLOCATED, "rollout.max_staleness=2", "rollout.batch.window=null"),
-    "ahead": ("rollout.max_staleness=2",),
+    "ahead": ("rollout.max_staleness=2", "rollout.batch.window=null"),
+    "ahead-in-order": ("rollout.max_staleness=2",),
 }  # fmt: skip
-WARM_UP = 1
-"""First steps that are left out."""
+WARM_UP, DRAIN = 1, 2
+"""First and last steps that are left out: engines fill, and run empty."""
 DRAWN_STEPS = 3
 
 
-def measure(out: Path, mode: str, seed: int, steps: int, more: Sequence[str]) -> dict[str, Any]:
+def measure(folder: Path, part: str, mode: str, seed: int, steps: int | None, more: Sequence[str]) -> dict[str, Any]:
     """One run, and what it was like."""
-    folder = out / f"{mode}_seed{seed}"
     if not (folder / "summary.json").exists():
-        overrides = [*COMMON, *LATENCY, *MODES[mode], f"run.seed={seed}", f"run.steps={steps}", *more]
+        overrides = [*COMMON, *PARTS[part], *MODES[mode], f"run.seed={seed}", *more]
+        overrides += [] if steps is None else [f"run.steps={steps}"]
         command = [sys.executable, "-m", "megatron_fleet.cli", "train", "experiment=quickstart"]
         subprocess.run([*command, "--out", str(folder), *overrides], check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((folder / "summary.json").read_text())
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     done = [row for row in rows if "timing/step" in row]
-    counted, last = done[WARM_UP:], done[-1]
-    trainer = mean(counted, "timing/policy_train") + mean(counted, "timing/sync_weights")
-    places = int(next(o.partition("=")[2] for o in (*COMMON, *more)[::-1] if o.startswith("rollout.episodes_in_fl")))
-    episodes = mean(counted, "accounting/episodes")
-    playing = episodes * mean(counted, "timing/episode_s/all") / places
-    bound = max(trainer, playing) if COLOCATED not in MODES[mode] else trainer + playing
-    seconds = (last["time"] - done[WARM_UP - 1]["time"]) / len(counted)
-    return {
+    counted = done[WARM_UP : len(done) - DRAIN]
+    found = {
         "mode": mode,
         "seed": seed,
-        "step_s": seconds,
-        "bound_s": bound,
-        "of_bound": seconds / bound,
-        "trained_tokens_per_s": sum(row["accounting/trained_tokens"] for row in counted) / len(counted) / seconds,
-        "pass_at_1_before": summary["pass_at_1_before"],
-        "pass_at_1_after": summary["pass_at_1_after"],
+        "steps": len(done),
+        "step_s": mean(counted, "timing/step"),
         "staleness_mean": mean(counted, "async/staleness_mean"),
+        "staleness_max": max(row["async/staleness_max"] for row in done),
         "length_ratio": [row["async/length_ratio"] for row in done],
         "played_again": sum(row[f"accounting/attempts_{n}"] for row in done for n in ("stale", "unfinished")),
         "interrupted": sum(row["async/interrupted_episodes"] for row in done),
         "recomputed_tokens": sum(row["async/recomputed_tokens"] for row in done),
+    }
+    if part == "learning":
+        return found | {f"pass_at_1_{when}": summary[f"pass_at_1_{when}"] for when in ("before", "after")}
+    trainer = mean(counted, "timing/policy_train") + mean(counted, "timing/sync_weights")
+    places = int(
+        next(o.partition("=")[2] for o in (*PARTS[part], *more)[::-1] if o.startswith("rollout.episodes_in_f"))
+    )
+    playing = mean(counted, "accounting/episodes") * mean(counted, "timing/episode_s/all") / places
+    bound = trainer + playing if COLOCATED in MODES[mode] else max(trainer, playing)
+    tokens = mean(counted, "accounting/trained_tokens")
+    return found | {
+        "trainer_s": trainer,
+        "bound_s": bound,
+        "of_bound": found["step_s"] / bound,
+        "trained_tokens_per_s": tokens / found["step_s"],
     }
 
 
@@ -133,16 +147,26 @@ def slices(folder: Path, step: int) -> list[tuple[str, str, float, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--picture", type=Path, help="SVG of the first seed's first steps")
+    parser.add_argument("--steps", type=int, help="of every run (default: 12 for speed, the quickstart's for learning)")
+    parser.add_argument("--picture", type=Path, help="SVG of the first steps of the first seed's speed runs")
     parser.add_argument("overrides", nargs="*", help="further overrides, after --")
     given = parser.parse_args()
-    runs = [measure(given.out, m, s, given.steps, given.overrides) for s in given.seeds for m in given.modes]
+
+    def folder(part: str, mode: str, seed: int) -> Path:
+        return given.out / f"{part}_{mode}_seed{seed}"
+
+    report: dict[str, Any] = {part: [] for part in given.parts}
+    for part in given.parts:
+        steps = given.steps or (12 if part == "speed" else None)
+        for seed in given.seeds:
+            for mode in given.modes:
+                report[part].append(measure(folder(part, mode, seed), part, mode, seed, steps, given.overrides))
     if given.picture is not None:
-        draw({mode: given.out / f"{mode}_seed{given.seeds[0]}" for mode in given.modes}, given.picture)
-    print(json.dumps({**stamp(__file__), "latency": LATENCY, "runs": runs}))
+        draw({mode: folder("speed", mode, given.seeds[0]) for mode in given.modes}, given.picture)
+    print(json.dumps({**stamp(__file__), "latency": LATENCY, **report}))
 
 
 if __name__ == "__main__":

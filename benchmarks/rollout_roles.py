@@ -108,7 +108,7 @@ async def worker(settings: dict[str, Any], answer: Callable[[dict[str, Any]], No
     async def play(episodes: int) -> dict[str, Any]:
         specs = [EpisodeSpec(tasks[i % len(tasks)], i, 0, 0, 1.0) for i in range(episodes)]
         started = time.perf_counter()
-        trajectories = await player.run(specs)
+        trajectories = await asyncio.gather(*(player.play(spec) for spec in specs))
         seconds = time.perf_counter() - started
         outcomes = {str(t.outcome) for t in trajectories}
         rewards = {t.reward for t in trajectories}

@@ -23,8 +23,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 TEMPLATE = Path(__file__).with_suffix("").with_name("performance.md")
 PAGE = ROOT / "docs" / "understand" / "performance.md"
 SHOWN = (
-    "checkpoint", "controller", "convert", "counts", "env_concurrency", "logprob_memory", "offload", "packing",
-    "quickstart", "report", "rollout", "staleness", "train_step", "two_runs", "verdicts", "weight_sync",
+    "checkpoint", "controller", "convert", "counts", "env_concurrency", "logprob_memory", "modes", "offload", "packing",
+    "quickstart", "report", "rollout", "train_step", "two_runs", "verdicts", "weight_sync",
 )  # fmt: skip
 MARK = " †"
 
@@ -59,7 +59,7 @@ def page() -> str:
 
 def derived(results: Mapping[str, Result]) -> dict[str, Any]:
     """Figures and tables that are computed from several values of a result."""
-    rollout, staleness, packing = (results[name].values for name in ("rollout", "staleness", "packing"))
+    rollout, modes, packing = (results[name].values for name in ("rollout", "modes", "packing"))
     sync, lag = results["weight_sync"], results["env_concurrency"]["figures"]["loop_lag"]
     controller, front = results["controller"], rollout["cpu_parts_ms_per_turn"]
     host_ms = sorted(each["host_ms_per_micro_batch"] for each in results["train_step"].values)
@@ -76,16 +76,15 @@ def derived(results: Mapping[str, Result]) -> dict[str, Any]:
         "sync_s": median(sync_s),
         "own_s": median(sync["own_s"]),
         "quickstart_rows": quickstart_rows(results["quickstart"].values),
-        "staleness_rows": staleness_rows(staleness),
+        "speed_rows": speed_rows(modes),
+        "learning_rows": learning_rows(modes),
+        "learning_steps": modes["learning"][0]["steps"],
+        "learning_before": fmean(run["pass_at_1_before"] for run in modes["learning"]),
         "packing_rows": packing_rows(packing),
         "logprob_rows": logprob_rows(results["logprob_memory"].values),
         "counts_tables": counts_tables(results["counts"].values),
         "results": "\n".join(map(_state, results.values())),
     }
-    for bound in (0, 4):
-        runs = [run for run in staleness["runs"] if run["max_staleness"] == bound]
-        found[f"waits_{bound}"] = fmean(run["trainer_waits_share"] for run in runs)
-        found[f"idle_{bound}"] = fmean(run["engines_idle_share"] for run in runs)
     fills = {"fill_worst": "fill_by_micro_batch_align", "fill_from_4": "fill_by_micro_batch_align_from_4_per_rank"}
     for name, key in fills.items():
         found[name] = " | ".join(f"{value:.3f}" for value in packing[key].values())
@@ -106,19 +105,28 @@ def quickstart_rows(report: Mapping[str, Any]) -> str:
     )
 
 
-def staleness_rows(report: Mapping[str, Any]) -> str:
-    """A line for each bound: seconds, ratio and pass@1 of each seed, and their means."""
+def speed_rows(report: Mapping[str, Any]) -> str:
+    """A line for each mode: means over the seeds, and the ratio to the bound of each."""
     lines = []
-    for bound in sorted({run["max_staleness"] for run in report["runs"]}):
-        runs = sorted((run for run in report["runs"] if run["max_staleness"] == bound), key=lambda run: run["seed"])
-        ratios = [f" ({run['time_ratio']:.2f})" if bound else "" for run in runs]
-        cells = [
-            f"{run['training_s']:.0f} s{ratio}, {run['pass_at_1_after']:.3f}"
-            for run, ratio in zip(runs, ratios, strict=True)
-        ]
-        mean = f"{fmean(run['time_ratio'] for run in runs):.2f}" if bound else "1"
-        passed = fmean(run["pass_at_1_after"] for run in runs)
-        lines.append(f"| {bound} | {' | '.join(cells)} | {mean} | {passed:.3f} |")
+    waiting = fmean(run["trained_tokens_per_s"] for run in report["speed"] if run["mode"] == "wait")
+    for mode in dict.fromkeys(run["mode"] for run in report["speed"]):
+        runs = [run for run in report["speed"] if run["mode"] == mode]
+        mean = {key: fmean(run[key] for run in runs) for key in ("step_s", "trained_tokens_per_s", "staleness_mean")}
+        bounds = ", ".join(f"{run['of_bound']:.2f}" for run in runs)
+        again = fmean(run["played_again"] / run["steps"] for run in runs)
+        lines.append(
+            f"| {mode} | {mean['step_s']:.1f} s | {bounds} | {mean['trained_tokens_per_s'] / waiting:.2f} | "
+            f"{mean['staleness_mean']:.2f} | {again:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def learning_rows(report: Mapping[str, Any]) -> str:
+    """A line for each mode: held-out pass@1 after the run of each seed, and their mean."""
+    lines = []
+    for mode in dict.fromkeys(run["mode"] for run in report["learning"]):
+        after = [run["pass_at_1_after"] for run in report["learning"] if run["mode"] == mode]
+        lines.append(f"| {mode} | {' | '.join(f'{each:.3f}' for each in after)} | {fmean(after):.3f} |")
     return "\n".join(lines)
 
 

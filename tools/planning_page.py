@@ -6,6 +6,7 @@ import re
 import sys
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
@@ -21,6 +22,7 @@ from megatron_fleet.planning.hardware import GPUS, gpu_of  # noqa: E402
 from megatron_fleet.planning.memory.engine_memory import GIB, engine_memory  # noqa: E402
 from megatron_fleet.planning.plan import Plan, make_plan  # noqa: E402
 from megatron_fleet.planning.shapes import shape_of  # noqa: E402
+from megatron_fleet.planning.simulation import Simulation  # noqa: E402
 from megatron_fleet.planning.workload import Workload  # noqa: E402
 
 PAGE = ROOT / "docs" / "run" / "planning.md"
@@ -29,6 +31,18 @@ DRAWN, LARGEST = "qwen3_8b_fleet", "kimi_k2_5_fleet"
 PUBLISHED = {"qwen3_8b_bench": {"mean": 945.0, "sampled": 795 / 945, "tool_s": 0.0}}
 """Experiment that is compared with a published run → the lengths of that run's episodes."""
 WITHOUT_STEPS = ("qwen3_8b_fleet_eval",)
+EXPERIMENTS = ("qwen3_8b_fleet", "qwen3_5_35b_a3b_fleet")
+LEVERS = {
+    "every step waits for all its episodes": (),
+    "unfinished episodes continue, at most one version late": ("rollout.max_staleness=1",),
+    "two versions late": ("rollout.max_staleness=2",),
+    "groups are trained on in any order": ("rollout.batch.window=null",),
+    "n-grams are drafted where at most 8 sequences are left": (
+        "rollout.engine.speculative.method=ngram", "rollout.engine.speculative.max_sequences=8",
+    ),
+}  # fmt: skip
+"""What each lever of `levers` is → its keys."""
+LEVER_STEPS = 40
 
 
 @cache
@@ -165,6 +179,23 @@ def simulated() -> list[scaling.Row]:
     )
 
 
+def levers() -> str:
+    """Simulated seconds of a step of the users' experiments, with one lever after the other."""
+    lines = [f"| levers, each with those above | {' | '.join(EXPERIMENTS)} |", "|---" * (1 + len(EXPERIMENTS)) + "|"]
+    added: tuple[str, ...] = ()
+    for text, overrides in LEVERS.items():
+        added += overrides
+        cells = []
+        for experiment in EXPERIMENTS:
+            config = load([f"experiment={experiment}", "algorithm=importance_weighted", *added])
+            made = Workload.of(config.rollout, config.env)
+            setup = scaling.setup_of(config, gpu_of(config.cluster), made, config.rollout.max_staleness)
+            seconds = fmean(Simulation(setup, seed).play(LEVER_STEPS).step_s for seed in range(3))
+            cells.append(f"{seconds:.0f} s")
+        lines.append(f"| {text}{''.join(f' `{each}`' for each in overrides)} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def simulation() -> str:
     """The simulated runs."""
     head, *rows = scaling.as_rows(simulated())
@@ -175,6 +206,7 @@ TABLES = {
     "experiments": experiments,
     "largest": largest,
     "summary": summary,
+    "levers": levers,
     "points": lambda: step_points.table().rstrip(),
     "measured": measured_points.table,
     "decoding": measured_points.decoding_table,

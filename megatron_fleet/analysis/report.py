@@ -12,8 +12,9 @@ from megatron_fleet.analysis.document import Document, Facts
 from megatron_fleet.analysis.environments import ALL, FINE, EnvironmentResult, Status, environment_results, signals
 from megatron_fleet.analysis.episodes import Episode, shown
 from megatron_fleet.analysis.failures import CATEGORIES, by_category
+from megatron_fleet.analysis.rollout_tail import rollout_tail
 from megatron_fleet.analysis.run import EVALUATIONS, Run, read_run
-from megatron_fleet.analysis.selection import Pair, browsable, choose_pairs
+from megatron_fleet.analysis.selection import EpisodeTime, Pair, browsable, choose_pairs
 from megatron_fleet.analysis.statistics import rate, value
 from megatron_fleet.analysis.transcripts import Transcripts
 from megatron_fleet.config.errors import UserError
@@ -71,14 +72,14 @@ def build(run: Run, limit: int = PAGE_LIMIT) -> tuple[Document, Transcripts]:
     kind = run.main_kind
     first, last = run.first_and_last(kind)
     pairs = choose_pairs(run.episodes(kind, first), run.episodes(kind, last))
-    episodes, totals = browsable(run)
+    episodes, totals, times = browsable(run)
     room = limit - min(RESERVED, limit // 2)
     transcripts = Transcripts(run, min(room, TRANSCRIPTS_LIMIT), room)
     transcripts.add(_examples(run, kind))
     transcripts.add(episode for pair in pairs for episode in (pair.before, pair.after))
     transcripts.add(episodes)
     # The head is built last, because it lists the notes added by the other sections.
-    rest = _after_head(run, pairs, _shown(run, transcripts, totals, limit))
+    rest = _after_head(run, pairs, times, _shown(run, transcripts, totals, limit))
     subtitle = " · ".join([run.id, *([f"model {run.model}"] if run.model else [])])
     return Document(run.title, subtitle, (sections.head(run), *rest)), transcripts
 
@@ -98,7 +99,9 @@ def _shown(run: Run, transcripts: Transcripts, totals: dict[tuple[str, int], int
     return lines
 
 
-def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections.ReportSection, ...]:
+def _after_head(
+    run: Run, pairs: list[Pair], times: list[EpisodeTime], shown: list[str]
+) -> tuple[sections.ReportSection, ...]:
     if run.is_evaluation:
         return (
             sections.environments(run),
@@ -111,6 +114,7 @@ def _after_head(run: Run, pairs: list[Pair], shown: list[str]) -> tuple[sections
         sections.environments(run),
         sections.curves(run),
         sections.learning_signal(run),
+        rollout_tail(run.rows, times),
         sections.behaviour(run),
         sections.errors(run),
         sections.differences(run, pairs),

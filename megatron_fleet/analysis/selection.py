@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import TypeVar
@@ -31,16 +31,40 @@ def sample(episodes: Sequence[Episode], limit: int) -> list[Episode]:
     return [episode for episode, _ in zip(round_robin(ordered), range(limit), strict=False)]
 
 
-def browsable(run: Run) -> tuple[list[Episode], dict[tuple[str, int], int]]:
-    """Return the episodes to browse, round-robin over files so that a budget cuts evenly, and each file's total."""
+@dataclass(frozen=True, slots=True)
+class EpisodeTime:
+    """Seconds of a training episode; ``sampling_s``: those in which an engine sampled."""
+
+    step: int
+    env: str
+    task: str
+    seconds: float
+    sampling_s: float
+
+
+def times_of(episodes: Iterable[Episode]) -> list[EpisodeTime]:
+    """Return the times of the training episodes among these that have one."""
+    return [
+        EpisodeTime(e.step, e.env, e.task, e.metrics["seconds"], e.metrics.get("generate_s", 0.0))
+        for e in episodes
+        if e.kind == TRAINING and e.metrics.get("seconds")
+    ]
+
+
+def browsable(run: Run) -> tuple[list[Episode], dict[tuple[str, int], int], list[EpisodeTime]]:
+    """Return the episodes to browse, round-robin over files so that a budget cuts evenly, each file's total, and the
+    times of all training episodes in these files.
+    """
     files: list[list[Episode]] = []
     totals: dict[tuple[str, int], int] = {}
+    times: list[EpisodeTime] = []
     training = [(TRAINING, step) for step in spread(run.training_steps, STEP_FILES)]
     for kind, step in dict.fromkeys([*sorted(run.compared), *training]):
         episodes = run.compared.get((kind, step)) or run.read_step(kind, step)
         files.append(sample(episodes, PER_FILE))
         totals[kind, step] = len(episodes)
-    return list(round_robin(files)), totals
+        times += times_of(episodes)
+    return list(round_robin(files)), totals, times
 
 
 @dataclass(frozen=True, slots=True)

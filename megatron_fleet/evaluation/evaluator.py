@@ -85,10 +85,10 @@ class Evaluator:
         """Evaluate the engines' current weights."""
         return await self._play(show)
 
-    def start(self) -> None:
-        """Start an evaluation of the engines' current weights in the background."""
+    def start(self, follows: int | None = None) -> None:
+        """Start an evaluation of the engines' current weights in the background. ``follows``: see `CollectRequest`."""
         assert self._running is None, "one evaluation at a time"
-        self._running = asyncio.create_task(self._play(None))
+        self._running = asyncio.create_task(self._play(None, follows))
 
     async def finish(self) -> Evaluation:
         """Wait for the evaluation that was started. Raises what it raised; cancelling stops it."""
@@ -104,12 +104,12 @@ class Evaluator:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def _play(self, show: ShowPhase | None) -> Evaluation:
+    async def _play(self, show: ShowPhase | None, follows: int | None = None) -> Evaluation:
         settings, started = self._settings, time.monotonic()
         share = settings.samples / (settings.samples + settings.greedy)
         budget = None if settings.budget_s is None else settings.budget_s * share
         temperature = self._rollout.sampling.temperature
-        sampled = await self._episodes(settings.samples, temperature, budget, show)
+        sampled = await self._episodes(settings.samples, temperature, budget, show, follows)
         max_context = self._rollout.max_context
         if never := why_nothing_can_be_known(trajectories_of(sampled.groups), max_context):
             raise UserError(f"evaluation: {never}")
@@ -117,12 +117,12 @@ class Evaluator:
         if settings.greedy:
             if settings.budget_s is not None:
                 budget = max(settings.budget_s - sampled.seconds, 0)  # excludes the engines' start-up time
-            result = await self._episodes(1, 0.0, budget, show)
+            result = await self._episodes(1, 0.0, budget, show, follows)
             accounting, greedy = accounting + result.accounting, result.groups
         return Evaluation(sampled.groups, greedy, accounting, self._held_out, time.monotonic() - started)
 
     async def _episodes(
-        self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None
+        self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None, follows: int | None
     ) -> CollectResult:
         run = self._run
         request = CollectRequest(
@@ -133,6 +133,7 @@ class Evaluator:
             purpose="eval",
             seed=run.seed if run.deterministic else None,
             budget_s=budget_s,
+            follows=follows,
         )
         if show is None:
             return await self._collect(request, None)

@@ -1,4 +1,4 @@
-"""Evaluation of held-out tasks during a run, in the foreground or in the background while the trainer computes."""
+"""Evaluation of held-out tasks during a run: between steps, or beside training (``eval.overlap``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Evaluates(Protocol):
 
     async def play(self, show: ShowPhase) -> Evaluation: ...
 
-    def start(self) -> None: ...
+    def start(self, follows: int | None = None) -> None: ...
 
     async def finish(self) -> Evaluation: ...
 
@@ -42,13 +42,22 @@ class Evaluations:
     """Evaluate the weights of a step before they change.
 
     Attributes:
-        due: step whose weights, which are the engines', still have to be evaluated; part of a checkpoint.
+        due: step whose weights, which are the engines', still have to be evaluated.
     """
 
-    def __init__(self, config: EvalConfig, last_step: int, evaluator: Evaluates, records: EvaluationRecords) -> None:
+    def __init__(
+        self, config: EvalConfig, last_step: int, evaluator: Evaluates, records: EvaluationRecords, colocated: bool
+    ) -> None:
+        """Args: ``colocated``: engines sleep while the trainer computes."""
         self._config, self._last_step, self._evaluator, self._records = config, last_step, evaluator, records
+        self._colocated = colocated
         self.due: int | None = None
         self._running: int | None = None
+
+    @property
+    def unfinished(self) -> int | None:
+        """Step whose weights still have to be evaluated, or are being evaluated; part of a checkpoint."""
+        return self._running if self.due is None else self.due
 
     def decide(self, step: int) -> None:
         """Make the evaluation of the weights of ``step`` due, if the configuration wants one."""
@@ -62,7 +71,7 @@ class Evaluations:
             self.due = step
 
     async def catch_up(self) -> None:
-        """Make the evaluation that is due, unless it is left to `behind_training`. Cancelled, it stays due."""
+        """Make the evaluation that is due, unless it is left to be made beside training. Cancelled, it stays due."""
         # After the last step there is nothing to hide it behind.
         if self.due is None or (self._config.overlap and self.due < self._last_step):
             return
@@ -71,20 +80,36 @@ class Evaluations:
         self._records.evaluation(step, self._records.episodes_of(step, evaluation))
 
     @asynccontextmanager
-    async def behind_training(self, interrupt: Interrupt) -> AsyncIterator[None]:
+    async def beside_update(self, interrupt: Interrupt) -> AsyncIterator[None]:
         """Make the evaluation that is due while the block updates the weights, and wait for it at the end of the block.
-        The engines, which are idle until the next sync, hold the weights from before.
+        The engines, which are idle until the next sync, hold the weights from before. Colocated ones sleep.
 
         Args:
             interrupt: awaits, and raises when the run is to stop.
         """
-        if self.due is not None:
-            self._running, self.due = self.due, None
-            self._evaluator.start()
+        if not self._colocated:
+            self._start()
         yield
         await interrupt(self._finish())
 
+    @asynccontextmanager
+    async def beside_rollout(self) -> AsyncIterator[None]:
+        """With colocated engines, make the evaluation that is due while the block plays the step after it, in the
+        places that this step's groups leave free, and wait for it at the end of the block. Both play with the same
+        weights.
+        """
+        if self._colocated:
+            self._start(follows=self.due)
+        yield
+        await self._finish()
+
+    def _start(self, follows: int | None = None) -> None:
+        if self.due is not None:
+            self._running, self.due = self.due, None
+            self._evaluator.start(follows)
+
     async def _finish(self) -> None:
+        """Wait for the evaluation that is running, if there is one. Cancelled, it is stopped and stays unfinished."""
         if self._running is None:
             return
         began = time.monotonic()

@@ -63,7 +63,7 @@ class Attempt:
         """Return `Batches.next`, showing its progress and writing the first prompts to the prompt log."""
         rollout = self.config.rollout
         with self.records.phase("rollout", rollout.prompts_per_step * rollout.samples_per_prompt) as advance:
-            batch = await self.batches.next(step, advance)
+            batch = await self.batches.next(step, advance, self.evaluations.beside_rollout)
         self.prompts.write(batch.groups)
         return batch
 
@@ -95,7 +95,7 @@ class Attempt:
 
     def state(self) -> dict[str, Any]:
         """State for a checkpoint; JSON-able."""
-        return {"batches": self.batches.state(), "unevaluated": self.evaluations.due}
+        return {"batches": self.batches.state(), "unevaluated": self.evaluations.unfinished}
 
     def files(self) -> dict[str, bytes]:
         """Files for a checkpoint, by name: the groups that came back and wait for their batch."""
@@ -128,7 +128,8 @@ def open_attempts(
             batches.load(state["batches"], int(state["step"]), finished)
         records = Records(config, None if state is None else int(state["step"]), started(), lasting)
         evaluator = Evaluator(config.eval, config.rollout, config.run, held_out, rollout.collect)
-        evaluations = Evaluations(config.eval, config.run.last_step, evaluator, records)
+        colocated = bool(config.rollout.engine.colocated)
+        evaluations = Evaluations(config.eval, config.run.last_step, evaluator, records, colocated)
         if state is None:
             evaluations.decide(0)
         elif (due := state["unevaluated"]) is not None and not records.evaluated(due):

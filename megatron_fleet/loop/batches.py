@@ -18,7 +18,7 @@ import logging
 import time
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, final
 
@@ -34,6 +34,7 @@ from megatron_fleet.config.schema import Config
 from megatron_fleet.data.sampler import Sampler, make_sampler
 from megatron_fleet.data.task import Task
 from megatron_fleet.platform.alerts import alert
+from megatron_fleet.platform.timeline import Awaited
 from megatron_fleet.rollout.collection import OnEpisode
 from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, RolloutFailed
 from megatron_fleet.telemetry.episodes import trajectories_of, why_nothing_can_be_known, why_nothing_is_known
@@ -48,8 +49,12 @@ MOST_DRAWS = 4
 """Most draws from the sampler for the replacements of a step; where these lack an environment, another takes its place.
 """
 
-ShowProgress = Callable[[int], None]
-"""Shows how many episodes of a step have ended."""
+MOST_AWAITED = 8
+"""Most groups that are shown as those that a batch waits for."""
+
+ShowProgress = Callable[[int, Sequence[Awaited]], None]
+"""Shows how many episodes of a step have ended, and which groups it waits for."""
+Beside = Callable[[], AbstractAsyncContextManager[None]]
 
 
 class Episodes(Protocol):
@@ -102,6 +107,7 @@ class _GroupPlay:
         accounting: counts of its earlier attempts.
         kept: episodes of earlier attempts that are not played again, by sample.
         ended: episodes of the newest attempt that have ended.
+        began: unix time at which it was first played.
         dropped: groups that it replaces.
     """
 
@@ -115,6 +121,7 @@ class _GroupPlay:
     accounting: Accounting = field(default_factory=Accounting)
     kept: dict[int, Trajectory] = field(default_factory=dict)
     ended: int = 0
+    began: float = 0.0
     dropped: list[Group] = field(default_factory=list)
 
     @property
@@ -147,6 +154,9 @@ class Batches:
         self._size, self._rule = config.rollout.prompts_per_step, config.rollout.batch
         ahead = config.rollout.max_staleness if self._rule.ahead is None else self._rule.ahead
         self._ahead = round(ahead * self._size)
+        # Where any group may come next, new ones are played as soon as a batch is taken, so that engines stay full.
+        continues = config.rollout.unfinished == "continue" and config.rollout.max_staleness > 0
+        self._refills = self._rule.window is None and continues
         self._draws = _Draws(make_sampler(tasks, self._size, config.run.seed, config.data.mixture), tasks, self._size)
         self._plays: list[_GroupPlay] = []
         self._tokens = self._episodes = 0  # sampled tokens, and episodes, of all groups that came back
@@ -155,8 +165,13 @@ class Batches:
         self._idle_s = 0.0
         self._taken: float | None = None
 
-    async def next(self, step: int, show: ShowProgress) -> StepBatch:
+    async def next(self, step: int, show: ShowProgress, beside: Beside = nullcontext) -> StepBatch:
         """Return the batch of step ``step`` (from 0); the engines hold weight version ``step``.
+
+        If it is cancelled, the groups of this batch are left for the next call.
+
+        Args:
+            beside: context that is entered when the step's groups are requested and left when the batch is full.
 
         Raises:
             Outage: no reward became known for too long, or none can.
@@ -166,13 +181,15 @@ class Batches:
         began = time.monotonic()
         before = began if self._taken is None else self._taken
         await self._stop([play for play in self._plays if self._will_be_too_old(play, step)], step)
-        self._fill(step)
-        async with _shown(lambda: self._eligible(step), self._size, show):
+        self._fill(step, step)
+        async with beside(), self._shown(step, show):
             chosen = await self._complete(step)
         stream = self._stream(chosen)
+        stream["unfinished_groups"] = await self._leave_unfinished(step)
         self._plays = [play for play in self._plays if play not in chosen]
         self._draws.forget({play.step for play in self._plays})
-        stream["unfinished_groups"] = await self._leave_unfinished(step)
+        if self._refills:
+            self._fill(step + 1, step)
         self._taken = now = time.monotonic()
         waited, idle = now - began, self._take_idle(now)
         results = [play.result() for play in chosen]
@@ -248,8 +265,8 @@ class Batches:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
 
-    def _fill(self, step: int) -> None:
-        """Play the groups of the batch of ``step``, and those that may play ahead of it."""
+    def _fill(self, step: int, version: int) -> None:
+        """Play the groups of the batch of ``step``, and those that may play ahead of it. ``version``: the engines'."""
         left = (self._config.run.last_step - step) * self._size
         wanted = min(self._size + self._ahead, left)
         while len(self._plays) < wanted:
@@ -257,11 +274,12 @@ class Batches:
             self._plays += [_GroupPlay(number, slot, task) for slot, task in enumerate(tasks)]
         for play in self._plays[:wanted]:
             if play.work is None:
-                self._start(play, step)
+                self._start(play, version)
 
     def _start(self, play: _GroupPlay, version: int) -> None:
         """Play what a group has not kept of earlier attempts."""
         play.ended, play.version, play.stop = len(play.kept), version, asyncio.Event()
+        play.began = play.began or time.time()
         play.work = asyncio.create_task(self._play(play))
         play.work.add_done_callback(self._returned)
         if self._idle_since is not None:
@@ -351,6 +369,32 @@ class Batches:
         window = self._rule.window
         last = None if window is None else (step // window + 1) * window
         return [play for play in self._plays if play.work is not None and (last is None or play.step < last)]
+
+    @asynccontextmanager
+    async def _shown(self, step: int, show: ShowProgress, interval_s: float = 0.5) -> AsyncIterator[None]:
+        """Show inside how many episodes have ended of the groups that are furthest, and which groups play."""
+
+        def now() -> None:
+            plays = self._eligible(step)
+            playing = sorted((play for play in plays if play.playing), key=lambda play: play.began)
+            samples = self._config.rollout.samples_per_prompt
+            awaited = [
+                Awaited(play.task.key, play.task.env_key, play.began, play.ended, samples)
+                for play in playing[:MOST_AWAITED]
+            ]
+            show(sum(heapq.nlargest(self._size, (play.ended for play in plays))), awaited)
+
+        async def watch() -> None:
+            while True:
+                now()
+                await asyncio.sleep(interval_s)
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            now()
 
     async def _choose(self, step: int) -> list[_GroupPlay]:
         """Wait until enough groups are back, and return the first of them in the order in which they were drawn.
@@ -602,25 +646,3 @@ def staleness(groups: Sequence[Group], version: int) -> np.ndarray:
     """Return int64 ``[N]``: for each span of sampled tokens, weight versions between its sampling and ``version``."""
     ages = [age for group in groups for trajectory in group.trajectories for _, age in trajectory.ages(version)]
     return np.array(ages, np.int64)
-
-
-@asynccontextmanager
-async def _shown(
-    plays: Callable[[], Sequence[_GroupPlay]], size: int, show: ShowProgress, interval_s: float = 0.5
-) -> AsyncIterator[None]:
-    """Show inside how many episodes have ended of the ``size`` groups that are furthest."""
-
-    def ended() -> int:
-        return sum(heapq.nlargest(size, (play.ended for play in plays())))
-
-    async def watch() -> None:
-        while True:
-            show(ended())
-            await asyncio.sleep(interval_s)
-
-    watching = asyncio.create_task(watch())
-    try:
-        yield
-    finally:
-        watching.cancel()
-        show(ended())

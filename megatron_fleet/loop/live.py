@@ -15,6 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, final
@@ -29,13 +30,14 @@ from megatron_fleet.loop.stopping import Stopped
 from megatron_fleet.loop.watchdog import Watchdog
 from megatron_fleet.platform.alerts import listening
 from megatron_fleet.platform.processes import run_processes, stacks
-from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.timeline import TIMELINE, Phase
 from megatron_fleet.platform.waiting import task_stacks
 from megatron_fleet.rollout.monitor import EngineReading, EnvironmentTally, Load
 from megatron_fleet.telemetry.status import (
     INTERVAL_S,
     MAX_ALERTS,
     Alert,
+    AwaitedStatus,
     EngineStatus,
     EnvironmentStatus,
     PhaseStatus,
@@ -132,11 +134,12 @@ class LiveRun:
             step=TIMELINE.step,
             steps=run.steps or 0,
             step_began=TIMELINE.step_began,
-            phases=[PhaseStatus(one.name, one.began, one.seconds, one.done, one.total) for one in phases],
+            phases=[_phase(phase) for phase in phases],
             engines=[_engine(reading) for reading in load.engines],
             environments={name: _environment(tally) for name, tally in load.environments.items()},
             playing=load.playing,
             waiting=load.waiting,
+            allowed=load.allowed,
             memory=self._memory.read(),
             alerts=list(self._alerts.newest),
         )
@@ -226,6 +229,11 @@ class _Memory:
             except psutil.Error:  # expected: it has ended
                 continue
         return found | {"host_used": host.total - host.available, "host_total": host.total}
+
+
+def _phase(phase: Phase) -> PhaseStatus:
+    awaited = [] if phase.seconds is not None else [AwaitedStatus(**asdict(one)) for one in phase.awaited]
+    return PhaseStatus(phase.name, phase.began, phase.seconds, phase.done, phase.total, awaited)
 
 
 def _engine(reading: EngineReading) -> EngineStatus:

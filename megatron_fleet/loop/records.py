@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from megatron_fleet.config.units import count
 from megatron_fleet.evaluation.episode_records import EpisodeRecords
 from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.models.chat.tokenizer import Tokenizer
-from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.timeline import TIMELINE, Awaited
 from megatron_fleet.telemetry.charts import write_learning_curve
 from megatron_fleet.telemetry.console import RunProgress
 from megatron_fleet.telemetry.sinks import (
@@ -31,6 +31,12 @@ from megatron_fleet.telemetry.sinks import (
 )
 from megatron_fleet.telemetry.summary import write_summary
 from megatron_fleet.telemetry.trackers import MlflowSink, WandbSink
+
+
+class Advance(Protocol):
+    """Reports how many units of a phase's work are done, and what it waits for."""
+
+    def __call__(self, now: int, awaited: Sequence[Awaited] = ()) -> None: ...
 
 
 class Records:
@@ -60,14 +66,14 @@ class Records:
         self._progress = RunProgress(config.run.name, config.run.last_step, resumed_step or 0)
 
     @contextmanager
-    def phase(self, name: str, total: int = 0) -> Iterator[Callable[[int], None]]:
-        """Show a phase. The yielded function reports how many of ``total`` are done."""
+    def phase(self, name: str, total: int = 0) -> Iterator[Advance]:
+        """Show a phase."""
         self._progress.phase(name, total)
         with TIMELINE.phase(name, total) as phase:
 
-            def advance(now: int) -> None:
+            def advance(now: int, awaited: Sequence[Awaited] = ()) -> None:
                 self._progress.advance(now - phase.done)
-                phase.done = now
+                phase.done, phase.awaited = now, awaited
 
             yield advance
 

@@ -9,12 +9,12 @@ play       tasks, the weights that engines hold   the step's groups, each reques
                                                   judged and played again on its own;
                                                   groups of later steps play on
 update     the `StepBatch`                        colocated: the engines, to sleep;         weights of the next version
-                                                  an evaluation behind it, at its end
+                                                  an evaluation beside it, at its end
 save       weights, optimizer, guard              the copy to host memory, when one is due  a copy, being written
 sync       the weights                            all engines, which stop sampling          engines with this version
 record     metrics of all of these                nothing                                   a row, and the checkpoint
 evaluate   the weights that engines hold          its episodes, unless it is left to run    scores
-                                                  behind the next update
+                                                  beside the next rollout or update
 =========  =====================================  ========================================  =======================
 """
 
@@ -136,7 +136,7 @@ class Training:
         TIMELINE.begin_step(self._step)
         self._saves.check()
         batch = await self._stop.interrupt(attempt.next_batch(self._step))
-        async with attempt.evaluations.behind_training(self._stop.interrupt):
+        async with attempt.evaluations.beside_update(self._stop.interrupt):
             attempt.records.show("training")
             await self._engines.to_trainer()
             with clock.phase("policy_train"):

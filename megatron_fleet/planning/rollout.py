@@ -101,18 +101,14 @@ class Engine:
         """
         b = max(1, round(sequences))
         if b not in self._step:
-            self._step[b] = self._decode_s(b) / (1 + self._drafted * self.load.accepted) + b * self._prefill_s()
+            drafted = self.config.rollout.engine.speculative.drafted(b)
+            self._step[b] = self._decode_s(b) / (1 + drafted * self.load.accepted) + b * self._prefill_s()
         return self._step[b]
-
-    @property
-    def _drafted(self) -> int:
-        """Tokens that are drafted for a sequence in each step."""
-        drafter = self.config.rollout.engine.speculative
-        return 0 if drafter.method == "none" else drafter.tokens
 
     def _decode_s(self, b: int) -> float:
         size, model, gpu = self.config.rollout.engine.tensor_parallel, self.model, self.gpu
-        cost, tokens, eager = SequenceCost.of(model), b * (1 + self._drafted), self.config.rollout.engine.enforce_eager
+        cost, eager = SequenceCost.of(model), self.config.rollout.engine.enforce_eager
+        tokens = b * (1 + self.config.rollout.engine.speculative.drafted(b))
         context = CONTEXT_SHARE * self.load.mean
         bandwidth = gpu.hbm * DECODE
         read = self._weights_read(tokens) / bandwidth

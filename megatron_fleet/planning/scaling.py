@@ -5,6 +5,7 @@ Twice the GPUs have twice the data-parallel replicas, twice the engines and twic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron_fleet.planning.hardware import Gpu
 from megatron_fleet.planning.plan import devices_of
 from megatron_fleet.planning.rollout import Engine
 from megatron_fleet.planning.shapes import shape_of
-from megatron_fleet.planning.simulation import Result, Setup, Simulation
+from megatron_fleet.planning.simulation import LATENCY_SIGMA, Result, Setup, Simulation
 from megatron_fleet.planning.step import trainer_phases
 from megatron_fleet.planning.workload import Workload
 
@@ -62,7 +63,7 @@ def simulate(
     for factor in _factors(base, most):
         bigger, more = scaled(config, factor), replace(load, episodes=load.episodes * factor)
         for mode, staleness, variant in variants(bigger):
-            setup = _setup(variant, gpu, more, staleness, failures, mtbf_hours)
+            setup = setup_of(variant, gpu, more, staleness, failures, mtbf_hours)
             result = Simulation(setup).play(steps)
             gpus = devices_of(variant)
             rate = more.tokens / result.step_s / gpus
@@ -120,7 +121,14 @@ def _stale(config: Config, bound: int) -> Config:
     return config.model_copy(update={"rollout": config.rollout.model_copy(update=update)})
 
 
-def _setup(config: Config, gpu: Gpu, load: Workload, staleness: int, failures: float, mtbf_hours: float) -> Setup:
+def setup_of(
+    config: Config, gpu: Gpu, load: Workload, staleness: int, failures: float = 0.0, mtbf_hours: float = 0.0
+) -> Setup:
+    """Return the simulation of a configuration, see `Setup`.
+
+    Raises:
+        UserError: an engine has no room for an episode.
+    """
     hf_config, _ = shape_of(config.model.path)
     model = read_model(hf_config)
     engine = Engine.of(config, hf_config, model, gpu, load)
@@ -138,6 +146,7 @@ def _setup(config: Config, gpu: Gpu, load: Workload, staleness: int, failures: f
         token_s=engine.token_s,
         lengths=load.lengths(LENGTHS) * load.sampled,
         waiting_s=load.waiting,
+        tool_left_s=load.tool_s * math.exp(LATENCY_SIGMA**2) / 2,
         episodes=load.episodes,
         samples=config.rollout.samples_per_prompt,
         trainer_s=sum(seconds.values()),

@@ -3,9 +3,10 @@
 Episodes play on engines that serve all of theirs at one speed, which falls with their number (`rollout.Engine`). As in
 `loop.batches`, groups of episodes are a stream: as many play as the batch needs, and ``ahead`` batches more; a batch
 takes those of its window that ended first; groups that still play continue, are restarted, or are waited for. Engines
-stand still while weights are synced; colocated ones also while the trainer works. An episode that fails is played
-again, as is one that is older than ``staleness`` versions. An engine that is lost starts again, and its episodes
-elsewhere; a trainer that is lost repeats the steps since its last checkpoint.
+stand still while weights are synced; colocated ones also while the trainer works; episodes that wait for a tool go on
+waiting. An episode that fails is played again, as is one that is older than ``staleness`` versions, and takes as long
+again: lengths are the task's. An engine that is lost starts again, and its episodes elsewhere; a trainer that is lost
+repeats the steps since its last checkpoint.
 
 The only state that events do not change is how far episodes are; engines keep it as one number, the tokens that each of
 their episodes has advanced, and episodes as the number at which they end. So events are few: a heap of times is enough,
@@ -18,7 +19,7 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -35,8 +36,10 @@ class Setup:
     Attributes:
         engines, slots: engines, and episodes that each plays at once.
         token_s: episodes on an engine → seconds in which each of them advances by one sampled token.
-        lengths: sampled tokens of episodes to draw from, ``[N]``.
+        lengths: sampled tokens of episodes to draw from, ``[N]``, or of groups, ``[N, samples]``.
         waiting_s: mean seconds of an episode's tools, which `token_s` includes; what an episode waits longer delays it.
+        waiting_sigma: standard deviation of the logarithm of that time.
+        tool_left_s: mean seconds that a tool that works at some moment will still take.
         episodes: of a step.
         samples: episodes of a group.
         trainer_s, sync_s: seconds of the trainer's work of a step, and of a weight sync.
@@ -50,7 +53,8 @@ class Setup:
         gpus_of_engine, gpus_of_trainer: for the rate of failures.
         restart_s: seconds until a lost engine or trainer works again.
         checkpoint_interval: steps between checkpoints.
-        contention: how many times slower trainer and engines are while both work, if they share processors.
+        contention: how many times slower trainer and engines are while both work, if they share processors; tools are
+            not.
     """
 
     engines: int
@@ -58,6 +62,8 @@ class Setup:
     token_s: Callable[[int], float]
     lengths: np.ndarray
     waiting_s: float
+    waiting_sigma: float = LATENCY_SIGMA
+    tool_left_s: float = 0.0
     episodes: int
     trainer_s: float
     sync_s: float
@@ -106,20 +112,32 @@ class Result:
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """``left``: episodes that have not ended; ``versions``: of those that have."""
+    """``lengths``: tokens and delay of each episode; ``versions``: of those that have ended, by place."""
 
     step: int
-    left: int
-    versions: list[int] = field(default_factory=list)
+    lengths: list[tuple[float, float]]
+    versions: dict[int, int] = field(default_factory=dict)
     dropped: bool = False
+
+    @property
+    def missing(self) -> list[int]:
+        """Places of the episodes that have not ended."""
+        return [place for place in range(len(self.lengths)) if place not in self.versions]
 
 
 @dataclass(slots=True)
 class _Episode:
     group: _Group
-    tokens: float
-    delay: float
+    place: int
     version: int = 0
+
+    @property
+    def tokens(self) -> float:
+        return self.group.lengths[self.place][0]
+
+    @property
+    def delay(self) -> float:
+        return self.group.lengths[self.place][1]
 
 
 @dataclass(slots=True)
@@ -139,6 +157,8 @@ class Simulation:
     def __init__(self, setup: Setup, seed: int = 0) -> None:
         self._setup, self._random = setup, np.random.default_rng(seed)
         self._speed: dict[int, float] = {}
+        self._waits = setup.waiting_s / float(np.mean(setup.lengths))  # seconds of tools for each token
+        self._still_since = 0.0
         self._engines = [_Engine() for _ in range(setup.engines)]
         self._queue: deque[_Episode] = deque()
         self._delayed: dict[int, _Episode] = {}
@@ -223,17 +243,27 @@ class Simulation:
     def _launch(self) -> None:
         """Queue the groups that may play for the next batch."""
         while len(self._groups) < self._size + self._ahead:
-            group = _Group(self._drawn // self._size, self._setup.samples)
+            group = _Group(self._drawn // self._size, self._lengths())
             self._groups.append(group)
-            self._queue += [self._episode(group) for _ in range(self._setup.samples)]
+            self._queue += [_Episode(group, place) for place in group.missing]
             self._drawn += 1
         self._fill()
 
-    def _episode(self, group: _Group) -> _Episode:
+    def _lengths(self) -> list[tuple[float, float]]:
+        """Draw tokens and delay of each episode of a group."""
+        s, among = self._setup, len(self._setup.lengths)
+        if s.lengths.ndim == 2:
+            tokens = s.lengths[self._random.integers(among)].tolist()
+        else:
+            tokens = [float(s.lengths[self._random.integers(among)]) for _ in range(s.samples)]
+        return [(max(1.0, each), self._delay()) for each in tokens]
+
+    def _delay(self) -> float:
         s = self._setup
-        tokens = float(s.lengths[self._random.integers(len(s.lengths))])
-        waits = s.waiting_s * math.exp(self._random.normal(-(LATENCY_SIGMA**2) / 2, LATENCY_SIGMA))
-        return _Episode(group, max(1.0, tokens), max(0.0, waits - s.waiting_s) if s.waiting_s else 0.0)
+        if not s.waiting_s or not s.waiting_sigma:
+            return 0.0
+        waits = s.waiting_s * math.exp(self._random.normal(-(s.waiting_sigma**2) / 2, s.waiting_sigma))
+        return max(0.0, waits - s.waiting_s)
 
     def _fill(self, among: Iterable[int] | None = None) -> None:
         """Give queued episodes to the engines with the fewest; ``None``: among all."""
@@ -266,13 +296,35 @@ class Simulation:
     def _advance(self, engine: _Engine) -> None:
         """Bring an engine's progress up to now."""
         if engine.playing and not self._still and not engine.lost:
-            engine.passed += (self._now - engine.at) / (self._token_s(len(engine.playing)) * self._factor)
+            engine.passed += (self._now - engine.at) / self._token_s(len(engine.playing))
         engine.at = self._now
 
     def _token_s(self, episodes: int) -> float:
+        """Seconds in which each episode advances by a token now. Tools are as fast while processors are shared."""
+        alone = self._token_s_alone(episodes)
+        return alone + (self._factor - 1) * max(0.0, alone - self._waits)
+
+    def _token_s_alone(self, episodes: int) -> float:
         if episodes not in self._speed:
             self._speed[episodes] = self._setup.token_s(episodes)
         return self._speed[episodes]
+
+    def _stand_still(self) -> None:
+        """Stop engines from now on."""
+        if not self._still:
+            for engine in self._engines:
+                self._advance(engine)
+            self._still_since = self._now
+
+    def _stood_still(self) -> None:
+        """Let engines play again. Episodes that were waiting for a tool went on waiting, as long as the pause was."""
+        pause, left = self._now - self._still_since, self._setup.tool_left_s
+        waited = pause * left / (pause + left) if left else 0.0
+        for engine in self._engines:
+            engine.at = self._now
+            if engine.playing and not engine.lost:
+                alone = self._token_s_alone(len(engine.playing))
+                engine.passed += min(1.0, self._waits / alone) * waited / alone
 
     def _plan(self, index: int) -> None:
         """Plan the end of an engine's next episode; an earlier plan no longer counts."""
@@ -280,7 +332,7 @@ class Simulation:
         engine.timer += 1
         if engine.playing and not self._still and not engine.lost:
             left = max(0.0, engine.playing[0][0] - engine.passed)
-            self._later(left * self._token_s(len(engine.playing)) * self._factor, "episode", index, engine.timer)
+            self._later(left * self._token_s(len(engine.playing)), "episode", index, engine.timer)
 
     def _finish(self, index: int) -> None:
         engine = self._engines[index]
@@ -303,22 +355,21 @@ class Simulation:
         if group.dropped:
             return  # its attempt was given up
         if self._random.random() < self._setup.failures:
-            self._again(group, 1)
+            self._again(group, [episode.place])
             return
-        group.left -= 1
-        group.versions.append(episode.version)
+        group.versions[episode.place] = episode.version
         self._train()
 
-    def _again(self, group: _Group, episodes: int) -> None:
+    def _again(self, group: _Group, places: Sequence[int]) -> None:
         """Play episodes of a group again, first."""
-        self._counts["replayed"] += episodes
-        self._queue.extendleft(self._episode(group) for _ in range(episodes))
+        self._counts["replayed"] += len(places)
+        self._queue.extendleft(_Episode(group, place) for place in places)
         self._fill()
 
     def _lose_engine(self, index: int) -> None:
         engine = self._engines[index]
         self._counts["engines"] += 1
-        again = [self._episode(episode.group) for _, _, episode in engine.playing]
+        again = [_Episode(episode.group, episode.place) for _, _, episode in engine.playing]
         self._counts["replayed"] += len(again)
         self._clear(engine)
         engine.lost = True
@@ -342,17 +393,19 @@ class Simulation:
         chosen = self._choose()
         if len(chosen) < self._size:
             return
-        if self._setup.unfinished == "wait" and any(group.left for group in self._groups):
+        if self._setup.unfinished == "wait" and any(group.missing for group in self._groups):
             return
         self._groups = [group for group in self._groups if group not in chosen]
         for group in chosen:
-            self._staleness += sum(self._version - version for version in group.versions)
+            self._staleness += sum(self._version - version for version in group.versions.values())
             self._counts["episodes"] += len(group.versions)
-        for engine in self._engines:
-            self._advance(engine)
+        if self._setup.colocated:
+            self._stand_still()
         self._training = True
         if self._setup.unfinished == "again":
             self._stop()
+        elif self._setup.window is None and self._setup.staleness and self._setup.unfinished == "continue":
+            self._launch()
         self._work_left = self._setup.trainer_s
         self._working_since = self._now
         for index in range(len(self._engines)):
@@ -366,11 +419,16 @@ class Simulation:
         last = None if s.window is None else (self._done // s.window + 1) * s.window
         eligible = [group for group in self._groups if last is None or group.step < last]
         for group in eligible:
-            if not group.left and (old := [v for v in group.versions if self._version - v > s.staleness]):
-                group.versions = [v for v in group.versions if self._version - v <= s.staleness]
-                group.left = len(old)
-                self._again(group, len(old))
-        return [group for group in eligible if not group.left][: self._size]
+            if not group.missing:
+                for place in (old := self._too_old(group, self._version)):
+                    del group.versions[place]
+                if old:
+                    self._again(group, old)
+        return [group for group in eligible if not group.missing][: self._size]
+
+    def _too_old(self, group: _Group, version: int) -> list[int]:
+        """Places of the episodes that are too old for an update of ``version``."""
+        return [place for place, v in group.versions.items() if version - v > self._setup.staleness]
 
     def _stop(self) -> None:
         """Give up the episodes in play; their groups are played again, but for what has ended and is not too old."""
@@ -378,12 +436,13 @@ class Simulation:
             self._clear(engine)
         self._queue.clear()
         for place, group in enumerate(self._groups):
-            if group.left:
-                kept = [v for v in group.versions if self._version + 1 - v <= self._setup.staleness]
+            if group.missing:
+                old = self._too_old(group, self._version + 1)
+                kept = {at: version for at, version in group.versions.items() if at not in old}
                 group.dropped = True
-                again = self._groups[place] = _Group(group.step, self._setup.samples - len(kept), kept)
-                self._counts["replayed"] += again.left
-                self._queue += [self._episode(again) for _ in range(again.left)]
+                again = self._groups[place] = _Group(group.step, group.lengths, kept)
+                self._counts["replayed"] += len(again.missing)
+                self._queue += [_Episode(again, at) for at in again.missing]
 
     def _plan_trainer(self) -> None:
         self._trainer_timer += 1
@@ -391,8 +450,7 @@ class Simulation:
             self._later(self._work_left * self._factor, "trained", 0, self._trainer_timer)
 
     def _trained(self) -> None:
-        for engine in self._engines:
-            self._advance(engine)
+        self._stand_still()
         self._training, self._syncing = False, True
         for index in range(len(self._engines)):
             self._plan(index)
@@ -400,8 +458,7 @@ class Simulation:
         self._later(self._setup.sync_s, "synced", 0, self._trainer_timer)
 
     def _synced(self) -> None:
-        for engine in self._engines:
-            engine.at = self._now
+        self._stood_still()
         self._syncing = False
         self._version += 1
         self._done += 1

@@ -25,6 +25,23 @@ Part = tuple[str, float, float]
 """Name, unix time at which it began, and seconds."""
 
 
+@dataclass(frozen=True, slots=True)
+class Awaited:
+    """One of the things that a phase waits for, such as a group of episodes.
+
+    Attributes:
+        kind: what it belongs to, such as its environment.
+        began: unix time.
+        done, total: units of its work.
+    """
+
+    name: str
+    kind: str
+    began: float
+    done: int
+    total: int
+
+
 @dataclass(slots=True, eq=False)
 class Phase:
     """Something that the controller waits for.
@@ -35,6 +52,7 @@ class Phase:
         seconds: its duration; ``None`` while it runs.
         done, total: units of work; ``total`` is 0 where they cannot be counted.
         step: training steps that were finished when it began.
+        awaited: what it waits for now, the longest first, as far as it is known.
     """
 
     name: str
@@ -44,6 +62,7 @@ class Phase:
     seconds: float | None = None
     done: int = 0
     total: int = 0
+    awaited: Sequence[Awaited] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,10 @@ from megatron_fleet.rollout.sampler import sampler_class
 if TYPE_CHECKING:
     from megatron_fleet.agents.chat_client import Dialect
     from megatron_fleet.cluster.placement import EnginePlace
+
+
+CONTROL_CALLS = 64
+"""Calls that a worker answers besides those for its episodes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +97,8 @@ class WorkerActor:
 
         self._worker = EpisodeWorker(*args)
 
-    async def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
-        return await self._worker.run(specs)
+    async def play(self, spec: EpisodeSpec) -> Trajectory:
+        return await self._worker.play(spec)
 
     async def abort(self, collection: int) -> None:
         await self._worker.abort(collection)
@@ -140,7 +145,9 @@ def make_worker(
     own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
     env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
     runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
-    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env}
+    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + env.provisioning.lookahead
+    calls = math.ceil(most / rollout.workers) + CONTROL_CALLS
+    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env, "max_concurrency": calls}
     host = settings.worker_host(index)
     if (node := live_nodes().get(host)) is not None:  # otherwise Ray chooses the host
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.

@@ -53,6 +53,10 @@ class Collection:
         return len(self._kept) == self._total
 
     @property
+    def stopped(self) -> bool:
+        return self._stopped is not None
+
+    @property
     def waiting(self) -> int:
         """Number of episodes to play that have not been taken."""
         return len(self._waiting)

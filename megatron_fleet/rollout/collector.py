@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.config.schema import EnvConfig, RolloutConfig
+from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
@@ -20,9 +21,7 @@ from megatron_fleet.rollout.flight import Flight
 from megatron_fleet.rollout.monitor import RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
-BATCHES_PER_WORKER = 8
-MAX_BATCH = 16
-"""A batch frees its slots when its last episode ends, so batches are small; each costs one Ray call."""
+CHECK_AFTER_S = 0.05
 
 
 class _Running:
@@ -53,9 +52,6 @@ class _Running:
     def fail(self, error: Exception) -> None:
         if not self.over.done():
             self.over.set_exception(error)
-
-
-_Taken = tuple[_Running, EpisodeSpec]
 
 
 class Collector:
@@ -90,7 +86,8 @@ class Collector:
         self._running: list[_Running] = []
         self._changed = asyncio.Event()
         self._handing_out: asyncio.Task[None] | None = None
-        self._batches: set[asyncio.Task[None]] = set()
+        self._checking: asyncio.Task[None] | None = None
+        self._plays: set[asyncio.Task[None]] = set()
 
     async def collect(
         self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
@@ -123,7 +120,7 @@ class Collector:
         """Fail the running collections."""
         for running in self._running:
             running.fail(RolloutFailed("the rollout was closed"))
-        for task in (self._handing_out, *self._batches):
+        for task in (self._handing_out, *self._plays):
             if task is not None:
                 task.cancel()
 
@@ -139,11 +136,10 @@ class Collector:
                 self._changed.clear()
                 if self._waiting():
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
-                    while self._waiting() and self._spare() > 0:
-                        if not self._environment.is_serving:
-                            self._changed.set()
-                            break
+                    if self._environment.is_serving:
                         self._give_places()
+                    else:
+                        self._changed.set()
                 await self._changed.wait()
         except Exception as error:
             for running in self._running:
@@ -155,70 +151,83 @@ class Collector:
 
     def _read(self, engine: int) -> None:
         """Take an engine's newest reading, by which more episodes may play."""
-        self.flight.read(engine, self.monitor.engines[engine], *self.load())
+        playing, waiting = self.load()
+        self.flight.read(engine, self.monitor.engines[engine], playing, waiting)
+        with_tools = max(0.0, playing - sum(reading.requests for reading in self.monitor.engines))
+        values = {"playing": playing, "waiting for a worker": waiting, "outside of engines": with_tools}
+        TIMELINE.sample("engines", "episodes", values)
         self._changed.set()
 
     def _spare(self) -> int:
-        """Number of episodes that the freest worker may get."""
-        free, limit = max(self._free.values()), self.flight.limit
+        """Number of episodes that workers may get now."""
+        free, limit = sum(self._free.values()), self.flight.limit
         return free if limit is None else min(free, limit - self.load()[0])
 
     def _in_turn(self) -> list[_Running]:
         """Return the collections with waiting episodes in the order in which they get free slots."""
 
-        def place(one: _Running) -> tuple[int, float]:
-            return one.turn, -self.flight.expected_tokens(one.request.tasks) if one.request.purpose == "train" else 0.0
+        def place(one: _Running) -> tuple[int, bool, float]:
+            request = one.request
+            if request.follows is not None:
+                return max((r.turn for r in self._running if _precedes(r.request, request)), default=-1), True, 0.0
+            long_first = -self.flight.expected_tokens(request.tasks) if request.purpose == "train" else 0.0
+            return one.turn, False, long_first
 
         return sorted((one for one in self._running if one.collection.waiting), key=place)
 
     def _give_places(self) -> None:
-        """Give the freest worker a batch of the episodes that wait, of several collections where one has too few."""
-        worker = max(self._free, key=lambda one: self._free[one])
-        limit = self.flight.limit
-        places = min(self._places if limit is None else limit, self._waiting())
-        size = min(MAX_BATCH, max(1, places // (len(self._workers) * BATCHES_PER_WORKER)), self._spare())
-        batch: list[_Taken] = []
+        """Give workers as many of the waiting episodes as they may have, the next one always to the freest worker."""
+        places = self._spare()
         for running in self._in_turn():
-            batch += [(running, spec) for spec in running.collection.take(size - len(batch))]
-            if len(batch) == size:
-                break
-        self._free[worker] -= len(batch)
-        # Counted here and not when the batch starts: a server that dies in between loses these episodes too.
-        losses = self._environment.losses
-        task = asyncio.create_task(self._play(worker, batch, losses))
-        self._batches.add(task)
-        task.add_done_callback(self._batches.discard)
+            for spec in running.collection.take(places):
+                places -= 1
+                worker = max(self._free, key=lambda one: self._free[one])
+                self._free[worker] -= 1
+                # Counted here and not when it starts: a server that dies in between loses this episode too.
+                losses = self._environment.losses
+                task = asyncio.create_task(self._play(worker, running, spec, losses))
+                self._plays.add(task)
+                task.add_done_callback(self._plays.discard)
 
-    async def _play(self, worker: WorkerSlot, batch: Sequence[_Taken], environment_losses: int) -> None:
+    async def _play(self, worker: WorkerSlot, running: _Running, spec: EpisodeSpec, environment_losses: int) -> None:
         try:
-            await self._played(worker, batch, environment_losses)
+            await self._played(worker, running, spec, environment_losses)
         except Exception as error:
-            for running, _ in batch:
-                running.fail(error)
+            running.fail(error)
         finally:
-            self._free[worker] += len(batch)
+            self._free[worker] += 1
             self._changed.set()
 
-    async def _played(self, worker: WorkerSlot, batch: Sequence[_Taken], environment_losses: int) -> None:
+    async def _played(self, worker: WorkerSlot, running: _Running, spec: EpisodeSpec, environment_losses: int) -> None:
         try:
-            trajectories = await worker.run([spec for _, spec in batch])
+            trajectory = await worker.play(spec)
         except ComponentLost:
-            for running, spec in batch:
-                running.record(running.collection.lost, spec)
+            running.record(running.collection.lost, spec)
             return
-        if any(trajectory.outcome is Outcome.ABORTED for trajectory in trajectories):
-            # Before they are issued again: a dead engine would fail them immediately and repeatedly.
-            await asyncio.gather(*(engine.check() for engine in self._engines))
-            await self._check_policy(worker)
+        if trajectory.outcome is Outcome.ABORTED and not running.collection.stopped:
+            await self._check_components()
         environment_lost = self._environment.check() > environment_losses
-        for (running, spec), trajectory in zip(batch, trajectories, strict=True):
-            trajectory.check()
-            self.monitor.returned(worker.name, trajectory)
-            self.flight.returned(trajectory)
-            if environment_lost and trajectory.reward is None:
-                running.record(running.collection.lost, spec, trajectory)
-            else:
-                running.record(running.collection.ended, spec, trajectory)
+        trajectory.check()
+        self.monitor.returned(worker.name, trajectory)
+        self.flight.returned(trajectory)
+        if environment_lost and trajectory.reward is None:
+            running.record(running.collection.lost, spec, trajectory)
+        else:
+            running.record(running.collection.ended, spec, trajectory)
+
+    async def _check_components(self) -> None:
+        """Check engines and policies before a lost episode is issued again, which a dead one would fail immediately and
+        repeatedly. Episodes that are lost within ``CHECK_AFTER_S`` share a check.
+        """
+        if self._checking is None:
+            self._checking = asyncio.create_task(self._check())
+        await asyncio.shield(self._checking)
+
+    async def _check(self) -> None:
+        await asyncio.sleep(CHECK_AFTER_S)
+        self._checking = None
+        await asyncio.gather(*(engine.check() for engine in self._engines))
+        await asyncio.gather(*(self._check_policy(worker) for worker in self._workers))
 
     async def _check_policy(self, worker: WorkerSlot) -> None:
         if self.dead is None and (reason := await worker.policy_dead()) is not None:
@@ -235,6 +244,11 @@ class Collector:
 
 def _of_one_step(one: CollectRequest, other: CollectRequest) -> bool:
     return one.purpose == other.purpose == "train" and one.step == other.step
+
+
+def _precedes(one: CollectRequest, other: CollectRequest) -> bool:
+    """Whether ``one`` is of a training step that ``other`` follows."""
+    return one.purpose == "train" and other.follows is not None and one.step <= other.follows
 
 
 @asynccontextmanager

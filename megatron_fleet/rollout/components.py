@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import ray
@@ -95,18 +95,18 @@ class WorkerSlot(Component):
         log: str,
         make: Callable[[], Any],
         start_timeout_s: float,
-        run_timeout_s: float,
+        episode_timeout_s: float,
         slept_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """
         Args:
             make: creates the actor.
-            slept_s: returns the seconds that engines have slept so far, by which a batch may take longer.
+            slept_s: returns the seconds that engines have slept so far, by which an episode may take longer.
         """
         super().__init__(name, log)
         self._make, self._slept_s = make, slept_s
         self._start_timeout_s = start_timeout_s
-        self._run_timeout_s = run_timeout_s
+        self._episode_timeout_s = episode_timeout_s
         self._actor: Any = None
         self._replacing = asyncio.Lock()
 
@@ -119,8 +119,8 @@ class WorkerSlot(Component):
                 raise self.not_started(error) from error
             await self._replace(self._actor, brief(error))
 
-    async def run(self, specs: Sequence[EpisodeSpec]) -> list[Trajectory]:
-        """Play a batch.
+    async def play(self, spec: EpisodeSpec) -> Trajectory:
+        """Play an episode.
 
         Raises:
             ComponentLost: the worker died or hung; it has been replaced.
@@ -128,7 +128,7 @@ class WorkerSlot(Component):
         """
         actor = self._actor
         try:
-            return await self._within_run(actor.run.remote(list(specs)))
+            return await self._in_time(actor.play.remote(spec))
         except RayTaskError:
             raise
         except (RayError, TimeoutError) as error:  # the worker's host may be lost, too
@@ -136,7 +136,7 @@ class WorkerSlot(Component):
             raise ComponentLost(brief(error)) from error
 
     async def abort(self, collection: int) -> None:
-        """Stop the episodes of a collection. A worker that does not answer is replaced when its batch is due."""
+        """Stop the episodes of a collection. A worker that does not answer is replaced when its episodes are due."""
         await self._tell(self._actor.abort.remote(collection))
 
     async def forget_failures(self) -> None:
@@ -160,13 +160,13 @@ class WorkerSlot(Component):
         if self._actor is not None:
             ray.kill(self._actor)
 
-    async def _within_run(self, played: Any) -> list[Trajectory]:
-        """Await a batch; time in which engines sleep does not count. Raises TimeoutError."""
-        limit, slept = self._run_timeout_s, self._slept_s()
+    async def _in_time(self, played: Any) -> Trajectory:
+        """Await an episode; time in which engines sleep does not count. Raises TimeoutError."""
+        limit, slept = self._episode_timeout_s, self._slept_s()
         while True:
             try:
-                trajectories: list[Trajectory] = await within(played, limit)
-                return trajectories
+                trajectory: Trajectory = await within(played, limit)
+                return trajectory
             except TimeoutError:
                 limit, slept = self._slept_s() - slept, self._slept_s()
                 if limit <= 0:
@@ -183,7 +183,7 @@ class WorkerSlot(Component):
 
     async def _replace(self, lost: Any, reason: str) -> None:
         async with self._replacing:
-            while self._actor is lost:  # otherwise another batch has already replaced it
+            while self._actor is lost:  # otherwise another episode has already replaced it
                 await self.pause(reason)
                 ray.kill(lost)
                 try:

@@ -19,7 +19,7 @@ from megatron_fleet.weight_sync.registry import engine_backend
 from megatron_fleet.weight_sync.vllm_plugin import DIE_WITH_PARENT
 
 if TYPE_CHECKING:
-    from megatron_fleet.config.sections.rollout import SpeculativeConfig
+    from megatron_fleet.config.sections.rollout import EngineConfig
 
 CPU_ENV = {
     # Runs the worker inside the EngineCore process: saves one process, 7 s and 0.4 GB.
@@ -106,7 +106,7 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
         "gpu_memory_utilization": engine.gpu_memory_utilization,
         "hf_overrides": {} if declared is None else {"quantization_config": declared},
         "load_format": "auto" if declared is None else FP8_FORMAT,
-        "speculative_config": _speculative(engine.speculative, cpu),
+        "speculative_config": _speculative(engine, engine.sequences(config.rollout.episodes_in_flight), cpu),
         "logprobs_mode": "processed_logprobs",
         "enable_return_routed_experts": engine.routing_replay,
         "weight_transfer_config": {"backend": engine_backend(transport)},
@@ -120,7 +120,9 @@ def engine_args(config: Config, transport: str, *, cpu: bool, can_sleep: bool) -
     return arguments | _cpu_args(max(context, engine.max_num_batched_tokens or CPU_STEP_TOKENS)) | cpu_model_args(model)
 
 
-def _speculative(speculative: SpeculativeConfig, cpu: bool) -> dict[str, Any] | None:
+def _speculative(engine: EngineConfig, sequences: int, cpu: bool) -> dict[str, Any] | None:
+    """Return vLLM's ``speculative_config``. Args: ``sequences``: most that are decoded together."""
+    speculative = engine.speculative
     if speculative.method == "none":
         return None
     drafter: dict[str, Any] = {"method": speculative.method, "num_speculative_tokens": speculative.tokens}
@@ -128,6 +130,11 @@ def _speculative(speculative: SpeculativeConfig, cpu: bool) -> dict[str, Any] | 
         drafter |= {"prompt_lookup_min": speculative.ngram, "prompt_lookup_max": speculative.ngram}
         # The variant for GPUs lets vLLM prepare a step while one runs.
         drafter["method"] = "ngram" if cpu else "ngram_gpu"
+    limit = speculative.max_sequences
+    if limit is not None and limit < sequences:
+        # Inclusive ranges of batch sizes, and the tokens drafted in each.
+        by_size = [(1, limit, speculative.tokens), (limit + 1, sequences, 0)]
+        drafter["num_speculative_tokens_per_batch_size"] = by_size
     return drafter
 
 

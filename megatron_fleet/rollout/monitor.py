@@ -27,6 +27,11 @@ class EngineReading:
     counts: EngineStatistics = field(default_factory=EngineStatistics)
     seconds: float = SAMPLE_INTERVAL_S
 
+    @property
+    def requests(self) -> float:
+        """Mean number of requests that the engine had, those that waited included."""
+        return (self.counts.running + self.counts.waiting) / (self.counts.steps or 1)
+
 
 @dataclass(slots=True)
 class EnvironmentTally:
@@ -51,12 +56,14 @@ class Load:
 
     Attributes:
         playing, waiting: episodes that workers have, and that wait for a worker.
+        allowed: episodes that may play now; ``None``: the number does not follow the engines' load.
     """
 
     engines: Sequence[EngineReading]
     environments: Mapping[str, EnvironmentTally]
     playing: int
     waiting: int
+    allowed: int | None = None
 
 
 @final

@@ -178,7 +178,7 @@ class Pool:
         playing_s = rollout.episode_timeout_s * (1 if self._settings.dialect is None else 2)
         # An environment that was started ahead waits up to one episode's duration for a free slot.
         episodes_s = 2 * (playing_s + env.verify_timeout_s)
-        run_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
+        episode_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
 
         def make() -> object:
             endpoints = [engine.endpoint for engine in self.engines]
@@ -186,4 +186,4 @@ class Pool:
 
         log = str(self._settings.logs / f"worker-{index}.log")
         slept = self.asleep.seconds
-        return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, run_timeout_s, slept)
+        return WorkerSlot(f"worker {index}", log, make, WORKER_START_TIMEOUT_S, episode_timeout_s, slept)

@@ -28,6 +28,8 @@ class CollectRequest:
     ``budget_s`` seconds unfinished episodes are given up as ``aborted``.
 
     ``first``: number of the first task's group; part of the seed, because a step may contain the same task twice.
+    ``follows``: the request gets places after the groups of training steps up to this one, and before those of later
+    ones; ``None``: in the order of the calls.
     ``played``: existing episodes by ``(group, sample)``; they are part of the result, but not counted.
     """
 
@@ -40,6 +42,7 @@ class CollectRequest:
     budget_s: float | None = None
     played: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
     first: int = 0
+    follows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -169,7 +169,8 @@ class RolloutService:
         """Return what engines and workers do now. Threads other than the event loop's may call it."""
         collector = self._pool.collector
         playing, waiting = collector.load()
-        return Load(collector.monitor.engines, collector.monitor.environments(), playing, waiting)
+        allowed = collector.flight.allowed if self._config.rollout.adapts else None
+        return Load(collector.monitor.engines, collector.monitor.environments(), playing, waiting, allowed)
 
     async def sleep(self) -> str | None:
         """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.

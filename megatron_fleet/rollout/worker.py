@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -70,28 +70,24 @@ class EpisodeWorker:
         self._running: dict[asyncio.Task[Trajectory], int] = {}
         self._aborted: set[int] = set()
 
-    async def run(self, batch: Sequence[EpisodeSpec]) -> list[Trajectory]:
-        """Play ``batch``; returns one trajectory per spec, in order. Concurrent calls share the worker's slots."""
-        episodes = [asyncio.create_task(self._play(spec)) for spec in batch]
-        for spec, episode in zip(batch, episodes, strict=True):
-            self._running[episode] = spec.collection
-            if spec.collection in self._aborted:  # Ray may deliver a batch after its abort
-                episode.cancel()
+    async def play(self, spec: EpisodeSpec) -> Trajectory:
+        """Play an episode. Concurrent calls share the worker's slots."""
+        episode = asyncio.create_task(self._play(spec))
+        self._running[episode] = spec.collection
+        if spec.collection in self._aborted:  # Ray may deliver an episode after its abort
+            episode.cancel()
         with self._lag.watching():
             try:
-                results = await asyncio.gather(*episodes, return_exceptions=True)
+                (result,) = await asyncio.gather(episode, return_exceptions=True)
             finally:
-                for episode in episodes:
-                    del self._running[episode]
-        lag = self._lag.quantile(0.99)
-        trajectories = [_as_trajectory(spec, result) for spec, result in zip(batch, results, strict=True)]
-        for spec, trajectory in zip(batch, trajectories, strict=True):
-            trajectory.group, trajectory.sample = spec.group, spec.sample
-            trajectory.metrics["loop_lag_p99"] = lag
-        return trajectories
+                del self._running[episode]
+        trajectory = _as_trajectory(spec, result)
+        trajectory.group, trajectory.sample = spec.group, spec.sample
+        trajectory.metrics["loop_lag_p99"] = self._lag.quantile(0.99)
+        return trajectory
 
     async def abort(self, collection: int) -> None:
-        """Stop every running, waiting or future episode of ``collection``; ``run`` returns them as ``aborted``."""
+        """Stop every running, waiting or future episode of ``collection``; ``play`` returns them as ``aborted``."""
         self._aborted.add(collection)
         episodes = [episode for episode, number in self._running.items() if number == collection]
         for episode in episodes:

@@ -28,6 +28,23 @@ State = Literal["running", "finished", "stopped", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitedStatus:
+    """A group of episodes that a phase waits for.
+
+    Attributes:
+        name, kind: its task and environment.
+        began: unix time.
+        done, total: its episodes that have ended, and all of them.
+    """
+
+    name: str
+    kind: str
+    began: Time
+    done: Count = 0
+    total: Count = 0
+
+
+@dataclass(frozen=True, slots=True)
 class PhaseStatus:
     """One phase of the current step, or of the time before the first one.
 
@@ -35,6 +52,7 @@ class PhaseStatus:
         began: unix time.
         seconds: its duration; ``None`` while it runs.
         done, total: units of work, such as episodes; ``total`` is 0 where they cannot be counted.
+        awaited: groups that it waits for, those that began first.
     """
 
     name: str
@@ -42,6 +60,7 @@ class PhaseStatus:
     seconds: Time | None = None
     done: Count = 0
     total: Count = 0
+    awaited: list[AwaitedStatus] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +126,7 @@ class RunStatus:
         engines: in order.
         environments: by key, see `EnvironmentStatus`.
         playing, waiting: episodes that workers have, and that wait for a worker.
+        allowed: episodes that may play now; ``None``: the number does not follow the engines' load.
         memory: resident bytes of the run's processes on the controller's host by kind (``controller``, ``ranks``,
             ``rollout``), and of the host ``host_used`` and ``host_total``.
         alerts: the newest warnings, oldest first.
@@ -127,6 +147,7 @@ class RunStatus:
     environments: dict[str, EnvironmentStatus] = field(default_factory=dict)
     playing: Count = 0
     waiting: Count = 0
+    allowed: Count | None = None
     memory: dict[str, Count] = field(default_factory=dict)
     alerts: list[Alert] = field(default_factory=list)
 

@@ -15,7 +15,14 @@ from megatron_fleet.analysis.live import follow, server, view
 from megatron_fleet.analysis.live.follow import RunFollower, Wanted
 from megatron_fleet.analysis.live.server import LivePage
 from megatron_fleet.telemetry.sinks import MetricsLog
-from megatron_fleet.telemetry.status import Alert, EngineStatus, EnvironmentStatus, PhaseStatus, RunStatus
+from megatron_fleet.telemetry.status import (
+    Alert,
+    AwaitedStatus,
+    EngineStatus,
+    EnvironmentStatus,
+    PhaseStatus,
+    RunStatus,
+)
 from megatron_fleet.telemetry.trajectories import TrajectoryLog
 
 TOKEN, COOKIE = "the-token", "mfleet_1"
@@ -145,19 +152,22 @@ def test_a_run_that_has_only_begun(tmp_path):
 def test_the_status_becomes_figures_bars_and_tables(make_run):
     seconds = {"step": 10.0, "generate": 6.0, "policy_train": 3.0, "eval": 4.0}
     make_run.metrics.write(1, {f"timing/{phase}": value for phase, value in seconds.items()})
-    phases = [PhaseStatus("rollout", 1000.0, 5.0, 8, 8), PhaseStatus("eval", 1002.0, None, 3, 12)]
+    phases = [
+        PhaseStatus("rollout", 1000.0, 5.0, 8, 8),
+        PhaseStatus("eval", 1002.0, None, 3, 12, [AwaitedStatus("t7", "maps", 970.0, 3, 4)]),
+    ]
     engines = [EngineStatus("engine 0", True, 3, 0, 0.5, 100.0), EngineStatus("engine 1", False)]
     shop = EnvironmentStatus(episodes=5, known=4, reward=0.5, tool_calls=4, tool_errors=3, quarantined=0)
     parts = {"phases": phases, "engines": engines, "environments": {"shop": shop}, "memory": {"ranks": 3 << 30}}
     alerts = [Alert(900.0, "ERROR", "old"), Alert(999.0, "WARNING", "new")]
-    status = replace(STATUS, step_began=1000.0, playing=4, waiting=2, alerts=alerts, **parts)
+    status = replace(STATUS, step_began=1000.0, playing=4, waiting=2, allowed=6, alerts=alerts, **parts)
     status.write(make_run.folder)
     follower = looked(make_run.folder)
     now = view.now(follower, 1010.0)
     facts = {fact["label"]: (fact["value"], fact["detail"]) for fact in now["facts"]}
     assert facts["steps"] == ("2 of 4", "10 s per step, 20 s left")
     assert facts["now"] == ("eval 3/12", "for 8 s")
-    assert facts["episodes"] == ("4 playing", "2 waiting for a worker")
+    assert facts["episodes"] == ("4 playing", "2 waiting for a worker, at most 6 may play now")
     current, (finished,) = now["timeline"]["current"], now["timeline"]["steps"]
     assert [(p["kind"], p["start"], p["seconds"], p["running"]) for p in current["parts"]] == [
         ("generate", 0.0, 5.0, False),
@@ -168,6 +178,7 @@ def test_the_status_becomes_figures_bars_and_tables(make_run):
     texts = {name: [[cell["text"] for cell in row] for row in table["rows"]] for name, table in now["tables"].items()}
     assert texts["engines"][1][:2] == ["engine 1", "not serving"]
     assert texts["environments"][0][-1] == "5 ended, reward 0.50"
+    assert texts["awaited"] == [["t7", "maps", "3 of 4", "40 s"]]
     assert texts["memory"] == [["ranks (host)", "3.00"]]
     assert [alert["text"] for alert in now["alerts"]] == ["new", "old"]
     assert now["state"]["text"] == "running"

@@ -3,19 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
+import time
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
+from statistics import median
 
+import psutil
 import pytest
 from test_kills import Disturber
 from turns import in_turn
 from whole_runs import Run
 
+from megatron_fleet.telemetry.status import read_status
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(4 * 3600)]
 
 STEPS, EPISODES = 4, 16
 KILLS = int(os.environ.get("MFLEET_TEST_KILLS", "4"))
+UPDATES, EARLY, LATE = 100, range(25, 40), range(85, 100)
+"""Updates of the long run, and the steps of it that are compared."""
 MODES = {
-    "goes on": (
+    "continue": (
         "rollout.engine.colocated=true", "rollout.max_staleness=1", "algorithm=importance_weighted",
+        "eval.at_start=true", "eval.interval=1", "eval.at_end=true", "eval.overlap=true",
     ),
     "over-sampled": ("rollout.batch.window=null", "rollout.batch.ahead=0.5", "rollout.unfinished=again"),
     "masked": (
@@ -48,6 +59,9 @@ def check(run: Run, mode: str) -> None:
     bounds = [int(key.partition("=")[2]) for key in MODES[mode] if key.startswith("rollout.max_staleness")]
     if mode != "masked":
         assert max(row["async/staleness_max"] for row in rows) <= sum(bounds)
+    if "eval.overlap=true" in MODES[mode]:
+        evaluated = [row["step"] for row in run.metrics() if row.get("eval/all/episodes")]
+        assert evaluated == list(range(STEPS + 1))
     assert (run.out / "checkpoints" / f"step_{STEPS:06d}").is_dir()
 
 
@@ -75,3 +89,42 @@ def test_kills_lose_nothing(mode, tmp_path):
     disturber.finish()
     assert len(disturber.killed) == KILLS
     check(run, mode)
+
+
+def held(run: Run) -> dict[str, float]:
+    """Memory (bytes), open files, connections and processes of a run, and bytes of shared memory of this machine."""
+    found: dict[str, float] = defaultdict(float)
+    found["shared memory"] = shutil.disk_usage("/dev/shm").used
+    for line in run.processes():
+        try:
+            process = psutil.Process(int(line.split()[0]))
+            found["memory"] += process.memory_full_info().uss
+            found["files"] += process.num_fds()
+            found["connections"] += len(process.net_connections())
+            found["processes"] += 1
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.mark.nightly(minutes=8)
+def test_a_hundred_updates_with_unfinished_episodes_leave_nothing_behind(tmp_path):
+    """Environments that are not closed would keep connections, sessions in the server's memory, and files."""
+    long = (f"run.steps={UPDATES}", "checkpoint.interval=50", "rollout.prompts_per_step=2", "logging.tensorboard=false")
+    run = Run(tmp_path / "run", (*SETTINGS, *MODES["continue"], *long))
+    process, samples = run.start(), defaultdict(list)
+    reading = ThreadPoolExecutor(1).submit(process.communicate)
+    while process.poll() is None:
+        status = read_status(run.out) if run.out.exists() else None
+        if status is not None and status.step_began is not None:
+            for name, value in held(run).items():
+                samples[name, status.step].append(value)
+        time.sleep(0.5)
+    assert process.returncode == 0, reading.result()[0][-3000:] + run.logs()
+    rows = [row for row in run.metrics() if "accounting/episodes" in row]
+    assert sum(row["async/interrupted_episodes"] for row in rows) > UPDATES
+    means = {
+        name: [median(value for step in steps for value in samples[name, step]) for steps in (EARLY, LATE)]
+        for name in ("memory", "files", "connections", "processes", "shared memory")
+    }
+    assert all(late <= 1.05 * early for early, late in means.values()), means

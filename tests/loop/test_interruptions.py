@@ -32,7 +32,8 @@ SETTINGS = (
     "run.steps=3", "checkpoint.interval=2", "checkpoint.export.check=true", "algorithm.kl.coef=0.1",
     "eval.at_start=true", "eval.interval=1", "eval.at_end=true", "eval.greedy=true",
 )  # fmt: skip
-COLOCATED, OVERLAPPED = "rollout.engine.colocated=true", "eval.overlap=true"
+COLOCATED, OVERLAPPED = ("rollout.engine.colocated=true",), ("eval.overlap=true",)
+BOTH = (*COLOCATED, *OVERLAPPED)
 
 
 def attempt(
@@ -123,7 +124,7 @@ STATUS = {signal.SIGTERM: (REQUEUE, 143, 0), signal.SIGINT: (130,), signal.SIGKI
 @pytest.fixture
 def undisturbed(setting, tmp_path):
     """A run of three steps, where it waited, and what it left."""
-    whole = Run(tmp_path / "whole", *SETTINGS, setting)
+    whole = Run(tmp_path / "whole", *SETTINGS, *setting)
     status, places = attempt(whole, whole.out)
     assert status == 0, whole.out.with_suffix(".log").read_text()
     expected = outcome(whole, whole.out)
@@ -133,7 +134,7 @@ def undisturbed(setting, tmp_path):
 
 @pytest.mark.parametrize(
     ("setting", "part"),
-    in_turn([(setting, part) for part in range(PARTS) for setting in (COLOCATED, OVERLAPPED)], of=2 * PARTS),
+    in_turn([(setting, part) for part in range(PARTS) for setting in (COLOCATED, OVERLAPPED, BOTH)], of=3 * PARTS),
 )
 def test_a_run_that_is_interrupted_anywhere_ends_like_an_undisturbed_one(undisturbed, tmp_path, part):
     whole, places, expected = undisturbed

@@ -15,10 +15,10 @@ from megatron_fleet.config.load import load
 from megatron_fleet.loop import live, watchdog
 from megatron_fleet.loop.live import LiveRun
 from megatron_fleet.loop.stopping import Stopped
-from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.timeline import TIMELINE, Awaited
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.monitor import EngineReading, EnvironmentTally, Load
-from megatron_fleet.telemetry.status import EngineStatus, EnvironmentStatus, read_status
+from megatron_fleet.telemetry.status import AwaitedStatus, EngineStatus, EnvironmentStatus, read_status
 
 COUNTS = EngineStatistics(steps=4, running=8, waiting=2, kv_usage=1.0, generated_tokens=30)
 LOAD = Load(
@@ -26,6 +26,7 @@ LOAD = Load(
     {"shop": EnvironmentTally(3, 2, 1.5, 9, 1, 0)},
     playing=5,
     waiting=7,
+    allowed=6,
 )
 
 
@@ -64,11 +65,13 @@ async def test_the_state_is_written_while_the_run_goes_on(tmp_path):
         TIMELINE.begin_step(3)
         with TIMELINE.phase("rollout", 32) as phase:
             phase.done = 12
+            phase.awaited = [Awaited("t7", "maps", 990.0, 3, 4)]
             logging.getLogger("megatron_fleet.test").warning("engine %d is slow", 0)
             await until(lambda: (now := read_status(tmp_path)).alerts and now.phases and now.engines)
         now = read_status(tmp_path)
         assert (now.name, now.id, now.started, now.step, now.steps) == ("quickstart", "demo_1", 10.0, 3, 40)
         assert [(p.name, p.done, p.total) for p in now.phases] == [("rollout", 12, 32)]
+        assert now.phases[0].awaited == [AwaitedStatus("t7", "maps", 990.0, 3, 4)] and now.allowed == 6
         assert now.engines == [EngineStatus("engine 0", True, 2.0, 0.5, 0.25, 15.0)]
         assert now.environments == {"shop": EnvironmentStatus(3, 2, 0.75, 9, 1, 0)}
         assert (now.playing, now.waiting) == (5, 7) and now.memory["controller"] > 1 << 20

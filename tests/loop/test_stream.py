@@ -32,6 +32,7 @@ class Stream:
     Attributes:
         took: seconds that each batch was waited for.
         between: seconds of each update.
+        shown: episodes that had ended, and groups that were waited for, from time to time.
     """
 
     def __init__(self, tmp_path, *overrides, delay=lambda request: 1.0):
@@ -40,11 +41,11 @@ class Stream:
         self.rollout = FakeRollout(16)
         self.rollout.delay_of = delay
         self.batches = Batches(self.config, self.tasks, self.rollout)
-        self.step, self.took, self.between = 0, [], 1.0
+        self.step, self.took, self.between, self.shown = 0, [], 1.0, []
 
     async def take(self):
         began = asyncio.get_running_loop().time()
-        batch = await self.batches.next(self.step, lambda _: None)
+        batch = await self.batches.next(self.step, lambda *shown: self.shown.append(shown))
         self.took.append(asyncio.get_running_loop().time() - began)
         await asyncio.sleep(self.between)
         self.batches.trained()
@@ -112,7 +113,7 @@ async def test_with_a_window_of_one_batches_are_what_was_drawn_whatever_ends_fir
 @in_simulated_time
 async def test_a_batch_does_not_wait_for_a_long_group(tmp_path):
     """It is trained on later, with the same weights' version as it was sampled with, and everything once."""
-    late = slow((0, 1), seconds=7.5)
+    late = slow((0, 1), seconds=4.5)
     stream = Stream(
         tmp_path, "rollout.batch.window=null", "rollout.batch.ahead=0.5", "rollout.max_staleness=4", delay=late
     )
@@ -122,8 +123,21 @@ async def test_a_batch_does_not_wait_for_a_long_group(tmp_path):
     long = drawn(tmp_path)[0][1]
     assert stream.took[0] == 1.0 and long not in keys(made[0])
     (at,) = [step for step, b in enumerate(made) if long in keys(b)]
-    assert at == 4 and made[at].staleness.max() == 4  # of two seconds each
+    assert at == 4 and made[at].staleness.max() == 4
+    assert stream.took[1:] == [0.0] * 5  # new groups are played during updates, which take a second
     assert made[0].stream["unfinished_groups"] == 1 and made[0].stream["overtaking_share"] == 0.75
+
+
+@in_simulated_time
+async def test_the_groups_that_a_batch_waits_for_are_shown(tmp_path):
+    stream = Stream(tmp_path, delay=slow((0, 1), (0, 3), seconds=5.0))
+    await stream.take()
+    await stream.batches.close()
+    step = drawn(tmp_path)[0]
+    (ended, first), (_, later), (done, none) = stream.shown[0], stream.shown[5], stream.shown[-1]
+    assert [one.name for one in first] == step and {(one.done, one.total) for one in first} == {(0, SAMPLES)}
+    assert [one.name for one in later] == [step[1], step[3]] and none == []
+    assert (ended, done) == (0, SIZE * SAMPLES)
 
 
 @in_simulated_time
@@ -365,6 +379,30 @@ async def test_a_group_that_is_being_stopped_is_not_kept_as_it_is(tmp_path):
     made = await later.all()
     check_counts(made)
     assert not any(t.outcome is Outcome.ABORTED for b in made for g in b.groups for t in g.trajectories)
+
+
+@in_simulated_time
+async def test_a_full_batch_that_is_not_taken_is_in_the_next_checkpoint(tmp_path):
+    """A run may be asked to end while a full batch waits for other groups, or for an evaluation."""
+    late = slow((0, 1), seconds=100.0)
+    modes = (
+        "rollout.batch.window=null",
+        "rollout.batch.ahead=0.5",
+        "rollout.max_staleness=1",
+        "rollout.unfinished=wait",
+    )
+    stream = Stream(tmp_path, *modes, delay=late)
+    taking = asyncio.create_task(stream.take())
+    await asyncio.sleep(50)
+    taking.cancel()
+    await asyncio.wait([taking])
+    later = stream.resumed(tmp_path)
+    await stream.batches.close()
+    made = await later.all()
+    check_counts(made)
+    assert Counter(key for b in made for key in keys(b)) == Counter(key for step in drawn(tmp_path) for key in step)
+    again = [(request.step, request.first) for request in later.rollout.requests]
+    assert (0, 1) in again and (0, 0) not in again
 
 
 @in_simulated_time

@@ -107,16 +107,36 @@ def step_calls(first: int, end: int, interval: int = 2) -> list[str]:
     ]
 
 
-async def test_evaluations_behind_training_score_the_weights_from_before(tmp_path):
-    scores = {}
+@pytest.mark.parametrize("colocated", ["false", "true"])
+async def test_evaluations_beside_training_score_the_weights_from_before(tmp_path, colocated):
+    scores, calls = {}, {}
     for overlap in ("false", "true"):
-        run = Run(
-            tmp_path / overlap, "eval.at_start=true", "eval.interval=1", "eval.at_end=true", f"eval.overlap={overlap}"
-        )
+        settings = (f"eval.overlap={overlap}", f"rollout.engine.colocated={colocated}")
+        run = Run(tmp_path / overlap, "eval.at_start=true", "eval.interval=1", "eval.at_end=true", *settings)
         await run.go()
         scores[overlap] = [{k: v for k, v in row.items() if k.startswith("eval/")} for row in run.rows()]
+        calls[overlap] = [c for c in run.take() if c.startswith(("collect", "sleep", "forward_backward"))]
     assert scores["true"] == scores["false"]
     assert [row["eval/all/episodes"] for row in scores["true"]] == [2] * 5
+    first = [call for call in calls["true"] if call.startswith("collect")][:3]
+    assert first == ["collect train 0", "collect eval 0", "collect train 1"]
+
+
+async def test_colocated_engines_do_not_sleep_before_the_evaluation_has_ended(tmp_path):
+    run = Run(tmp_path, "eval.at_start=true", "run.steps=1", "eval.overlap=true", "rollout.engine.colocated=true")
+    run.rollout.delay_of = lambda request: 0.2 * (request.purpose == "eval")
+    slept = run.rollout.sleep
+
+    async def sleep():
+        assert run.rollout.under_way == 0
+        return await slept()
+
+    run.rollout.sleep = sleep
+    await run.go()
+    (row,) = [row for row in run.rows() if row["step"] == 0]
+    assert row["eval/all/episodes"] == 2
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert rows[0]["timing/eval_wait"] > 0.1
 
 
 async def test_a_run_calls_everything_in_order_and_learns(tmp_path):

@@ -39,10 +39,10 @@ async def test_shares_of_time_are_of_the_time_since_the_batch_before(tmp_path, m
     rollout.delays = dict.fromkeys(range(9), 3.0)
     made = batches.Batches(config, tasks_of(config), rollout)
     try:
-        assert (await made.next(0, lambda _: None)).waits == pytest.approx(first)
+        assert (await made.next(0, lambda *_: None)).waits == pytest.approx(first)
         await asyncio.sleep(1.0)
         rollout.engines.version = 1
-        assert (await made.next(1, lambda _: None)).waits == pytest.approx(later)
+        assert (await made.next(1, lambda *_: None)).waits == pytest.approx(later)
     finally:
         await made.close()
 
@@ -67,7 +67,7 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
     rollout.collect, began = collect, clock.time()
     made = batches.Batches(config, tasks_of(config), rollout)
     try:
-        batch = await made.next(0, shown.append)
+        batch = await made.next(0, lambda ended, awaited: shown.append(ended))
     finally:
         await made.close()
     assert shown[-1] == 16
@@ -86,7 +86,7 @@ async def test_what_is_shown_of_a_step_are_its_own_episodes(tmp_path):
     rollout.delays = {0: 3.0, 1: 1.0}
     made = batches.Batches(config, tasks_of(config), rollout)
     try:
-        await made.next(0, shown.append)
+        await made.next(0, lambda ended, awaited: shown.append(ended))
     finally:
         await made.close()
     assert shown[:6] == [0] * 6 and max(shown) == shown[-1] == 16  # twice a second
@@ -100,9 +100,9 @@ async def test_engines_are_idle_only_while_no_group_of_any_step_plays(tmp_path, 
     rollout.delays = {0: 3.0, 1: 5.0}
     made = batches.Batches(config, tasks_of(config), rollout)
     try:
-        await made.next(0, lambda _: None)
+        await made.next(0, lambda *_: None)
         await asyncio.sleep(1.0)
         rollout.engines.version = 1
-        assert (await made.next(1, lambda _: None)).waits["engines_idle_share"] == 0
+        assert (await made.next(1, lambda *_: None)).waits["engines_idle_share"] == 0
     finally:
         await made.close()

@@ -185,6 +185,8 @@ def test_a_drafter_is_worth_what_is_accepted():
     assert all_wrong.step_s(1) / all_right.step_s(1) == pytest.approx(4, rel=0.05)
     # With so many sequences that products take longer than the weights, drafts that are wrong cost time.
     assert all_wrong.step_s(512) > 1.1 * none.step_s(512) and 0 < engine_of(*ngram).load.accepted < 1
+    at_the_end = engine_of(*ngram, "rollout.engine.speculative.max_sequences=8", accepted=1)
+    assert (at_the_end.step_s(8), at_the_end.step_s(9)) == (all_right.step_s(8), none.step_s(9))
 
 
 def test_engines_apart_work_while_the_trainer_does():

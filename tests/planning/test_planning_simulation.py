@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
-from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
+from run_maker import trajectory
 
 pytest.importorskip("hydra")
 
+from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import dump_resolved, load
 from megatron_fleet.planning.hardware import GPUS
 from megatron_fleet.planning.scaling import simulate
 from megatron_fleet.planning.simulation import Setup, Simulation
 from megatron_fleet.planning.workload import Workload
+from megatron_fleet.telemetry.shards import encode
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import simulator
@@ -42,13 +44,10 @@ def test_more_episodes_than_slots_wait_for_one():
 
 
 def test_engines_share_their_speed():
-    """One episode of 100 tokens and one of 300: 2 s together, then 2 alone."""
-    setup = replace(EQUAL, engines=1, episodes=2, lengths=np.array([100.0, 300.0]), trainer_s=0.0, sync_s=0.0)
-    lengths = cycle([100.0, 300.0])
-    simulation = Simulation(setup)
-    one = simulation._episode
-    simulation._episode = lambda batch: replace(one(batch), tokens=next(lengths))
-    assert simulation.play(1).seconds == pytest.approx(100 * 0.02 + 200 * 0.01)
+    """A group of an episode of 100 tokens and one of 300: 2 s together, then 2 alone."""
+    group = np.array([[100.0, 300.0]])
+    setup = replace(EQUAL, engines=1, episodes=2, samples=2, lengths=group, trainer_s=0.0, sync_s=0.0)
+    assert Simulation(setup).play(1).seconds == pytest.approx(100 * 0.02 + 200 * 0.01)
 
 
 def test_playing_ahead_hides_the_shorter_of_both():
@@ -70,7 +69,7 @@ def test_no_episode_is_older_than_the_bound():
             train()
             for group in before:
                 if group not in simulation._groups and not group.dropped:
-                    ages.extend(simulation._version - version for version in group.versions)
+                    ages.extend(simulation._version - version for version in group.versions.values())
 
         simulation._train = watched
         simulation.play(15)
@@ -89,7 +88,7 @@ TAILED = replace(
     [
         ({"staleness": 1}, 0.9),
         ({"staleness": 6, "ahead": 1.0, "window": None}, 0.6),
-        ({"ahead": 1.0, "window": None, "unfinished": "again"}, 0.8),
+        ({"ahead": 1.0, "window": None, "unfinished": "again"}, 0.9),
     ],
 )
 def test_what_need_not_be_waited_for_makes_steps_shorter(changes, faster):
@@ -101,7 +100,7 @@ def test_what_need_not_be_waited_for_makes_steps_shorter(changes, faster):
 
 def test_nothing_is_gained_where_an_update_waits_for_all_that_plays():
     waiting, found = (Simulation(s).play(60) for s in (TAILED, replace(TAILED, staleness=1, unfinished="wait")))
-    assert found.step_s == pytest.approx(waiting.step_s, rel=0.02)
+    assert found.step_s == pytest.approx(waiting.step_s, rel=0.06)
 
 
 def test_colocated_engines_stand_still_while_the_trainer_works():
@@ -139,6 +138,37 @@ def test_shared_processors_slow_both():
     assert 10.9 < shared.step_s < 11.2
 
 
+def test_tools_are_not_slowed_by_shared_processors():
+    tools = replace(EQUAL, staleness=1, token_s=lambda n: 0.04, waiting_s=4.0, waiting_sigma=0.0)
+    alone, shared = (Simulation(replace(tools, contention=c, trainer_s=2.0)).play(40).step_s for c in (1.0, 2.0))
+    computing = Simulation(replace(tools, contention=2.0, trainer_s=2.0, waiting_s=0.0)).play(40).step_s
+    assert alone < shared < computing
+
+
+def test_tools_go_on_while_colocated_engines_stand_still():
+    """Episodes that only wait for a tool are as fast as if there were no update."""
+    ahead = replace(TAILED, staleness=6, ahead=1.0, window=None, trainer_s=4.0, waiting_sigma=0.0)
+    none, half, all_ = (
+        Simulation(replace(ahead, waiting_s=w, tool_left_s=1e9)).play(60).step_s for w in (0.0, 2.0, 4.0)
+    )
+    assert all_ < half < none
+
+
+def test_an_episode_that_is_played_again_takes_as_long_again():
+    """So a task of long episodes is not played until it has short ones."""
+    certain = replace(
+        EQUAL, engines=1, slots=1, episodes=1, lengths=np.array([100.0, 900.0]), trainer_s=0.0, sync_s=0.0
+    )
+    seconds = [Simulation(replace(certain, failures=f), 1).play(40).seconds for f in (0.0, 0.6)]
+    simulation = Simulation(replace(certain, failures=0.6), 1)
+    lengths = []
+    again = simulation._again
+    simulation._again = lambda group, places: (lengths.append(group.lengths[0][0]), again(group, places))
+    found = simulation.play(40)
+    assert found.seconds == seconds[1] > seconds[0]
+    assert len(set(lengths)) == 2 and len(lengths) == found.replayed
+
+
 def test_equal_seeds_give_equal_runs():
     setup = replace(EQUAL, staleness=2, failures=0.1, lengths=np.geomspace(10, 1000, 50), mtbf_hours=1.0)
     assert Simulation(setup, 3).play(20) == Simulation(setup, 3).play(20) != Simulation(setup, 4).play(20)
@@ -164,22 +194,35 @@ def run_folder(folder: Path, staleness: int, step_s: float, train_s: float) -> P
     folder.mkdir()
     overrides = ["rollout.max_staleness=1", "algorithm=importance_weighted"] if staleness else []
     (folder / "config.json").write_text(dump_resolved(load(["experiment=quickstart", *overrides])))
-    times = {"step": step_s, "generate": 8.0, "sync_weights": 1.0, "episode_s/all": 4.0, "policy_train": train_s}
-    values = {f"timing/{name}": seconds for name, seconds in times.items()} | {"generate/avg_num_tokens": 50.0}
+    times = {"step": step_s, "generate": 8.0, "sync_weights": 1.0, "policy_train": train_s}
+    values = {f"timing/{name}": seconds for name, seconds in times.items()}
     rows = [json.dumps({"step": step, **values}) for step in range(1, 13)]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    (folder / "trajectories").mkdir()
+    seconds = {"seconds": 4.0, "generate_s": 4.0, "env_s": 0.0, "tool_calls": 1.0}
+    episodes = [replace(trajectory(sample=sample), metrics=seconds) for sample in range(8)]
+    for step in range(1, 13):
+        (folder / "trajectories" / f"step_{step:06d}.parquet").write_bytes(encode(episodes))
     return folder
 
 
 @pytest.mark.parametrize(("train_s", "slower"), [(6.0, "1.00"), (9.0, "1.50")])
-def test_the_benchmark_plays_the_first_run_in_its_time(tmp_path, monkeypatch, capsys, train_s, slower):
-    folders = [run_folder(tmp_path / "bound0", 0, 15.0, 6.0), run_folder(tmp_path / "bound1", 1, 9.0, train_s)]
+def test_the_benchmark_plays_waiting_runs_in_their_time(tmp_path, monkeypatch, capsys, train_s, slower):
+    folders = [run_folder(tmp_path / name, 0, step_s, 6.0) for name, step_s in (("one", 14.0), ("two", 16.0))]
+    folders.append(run_folder(tmp_path / "ahead", 1, 9.0, train_s))
     monkeypatch.setattr(sys, "argv", ["simulator.py", *map(str, folders)])
     simulator.main()
     shared, _, *lines = capsys.readouterr().out.splitlines()
     assert shared == f"trainer and engines are {slower} times slower while both work"
     first, second = (line.split(" | ") for line in lines)
-    assert first[1:3] == ["0", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
+    assert first[:3] == ["waiting for every episode", "2", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
     # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for. The trainer's 9 s, when both
     # are slower, are 3 more of it.
-    assert second[1:3] == ["1", "9.0"] and 8.0 < float(second[3]) - 3.0 * (train_s == 9.0) < 11.0
+    assert second[:3] == ["staleness=1", "1", "9.0"]
+    assert 8.0 < float(second[3]) - 3.0 * (train_s == 9.0) < 11.0
+
+
+def test_the_benchmark_needs_a_run_that_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["simulator.py", str(run_folder(tmp_path / "ahead", 1, 9.0, 6.0))])
+    with pytest.raises(UserError, match=r"No run has rollout\.max_staleness=0"):
+        simulator.main()

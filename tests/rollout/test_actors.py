@@ -70,8 +70,8 @@ async def test_a_worker_has_its_secrets_and_its_log_before_anything_of_it_is_mad
         def __init__(self, *arguments):
             done.append(("made", *arguments, os.environ.get("A_KEY")))
 
-        async def run(self, specs):
-            return [f"played {spec}" for spec in specs]
+        async def play(self, spec):
+            return f"played {spec}"
 
         async def abort(self, collection):
             done.append(("aborted", collection))
@@ -84,6 +84,6 @@ async def test_a_worker_has_its_secrets_and_its_log_before_anything_of_it_is_mad
     worker = actors.WorkerActor(Path("w.log"), {"A_KEY": "secret"}, 1, "two")
     assert done[0] == ("log", Path("w.log")) and done[-1] == ("made", 1, "two", "secret")
     assert {("stacks",), ("priority",)} <= set(done)
-    assert await worker.run(["a", "b"]) == ["played a", "played b"]
+    assert await worker.play("a") == "played a"
     await worker.abort(4)
     assert done[-1] == ("aborted", 4)

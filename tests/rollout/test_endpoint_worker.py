@@ -61,7 +61,7 @@ class WorkerHere:
         sections = (config.rollout.model_dump(), EnvConfig().model_dump(), AgentConfig().model_dump())
         access = EndpointAccess(endpoint.model_dump(), Dialect())
         self.worker = EpisodeWorker(access, *sections, "http://127.0.0.1:1")
-        self.run, self.abort = self.worker.run, self.worker.abort
+        self.play, self.abort = self.worker.play, self.worker.abort
 
     async def policy_dead(self):
         return self.worker.policy.dead

@@ -91,6 +91,13 @@ def test_a_key_changes_its_argument_and_no_other(model, engine, changed):
     assert {name: value for name, value in after.items() if value != before[name]} == changed
 
 
+@pytest.mark.parametrize(("limit", "schedule"), [(None, None), (8, None), (4, [(1, 4, 1), (5, 8, 0)])])
+def test_drafts_end_where_the_batch_is_large(model, limit, schedule):
+    drafter = {"method": "mtp", "tokens": 1, "max_sequences": limit}
+    made = on_gpu(rollout_config(model, {"speculative": drafter, "max_num_seqs": 8}))["speculative_config"]
+    assert made.get("num_speculative_tokens_per_batch_size") == schedule
+
+
 def test_as_many_sequences_as_episodes_are_played_at_once(model):
     for episodes, sequences in ((32, 32), (5000, 1024), ("auto", 256)):
         config = rollout_config(model, {"max_num_seqs": None}, episodes_in_flight=episodes)

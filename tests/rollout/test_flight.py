@@ -68,13 +68,12 @@ class Worker:
         self.playing = 0
         self._ends = asyncio.Semaphore(0)
 
-    async def run(self, specs):
-        self.began += specs
-        self.playing += len(specs)
-        for _ in specs:
-            await self._ends.acquire()
-        self.playing -= len(specs)
-        return [played(spec, 1.0) for spec in specs]
+    async def play(self, spec):
+        self.began.append(spec)
+        self.playing += 1
+        await self._ends.acquire()
+        self.playing -= 1
+        return played(spec, 1.0)
 
     def end(self, episodes):
         for _ in range(episodes):
@@ -181,14 +180,17 @@ async def test_groups_of_a_step_begin_with_the_longest_and_later_steps_and_evalu
         spec = replace(_spec(), task=Task("earlier", "p", env, ""))
         collector.flight.returned(replace(played(spec, 1.0), token_ids=np.zeros(tokens, np.int32)))
 
-    def group(env, step, purpose="train"):
+    def group(env, step, purpose="train", follows=None):
         one = request(tasks=1, samples=2, step=step, purpose=purpose)
-        return asyncio.create_task(collector.collect(replace(one, tasks=[Task(f"{env}-{step}", "p", env, "")])))
+        one = replace(one, tasks=[Task(f"{env}-{step}", "p", env, "")], follows=follows)
+        return asyncio.create_task(collector.collect(one))
 
     wanted = [("short", 1), ("long", 1), ("long", 9), ("new", 1), ("long", 2), ("middle", 1), ("short", 2)]
     groups = [group(env, step, "eval" if step == 9 else "train") for env, step in wanted]
+    groups.append(group("beside", 8, "eval", follows=1))
     await until(lambda: len(worker.began) == 1 + LOOKAHEAD)
     worker.end(2 * len(groups))
     await asyncio.wait_for(asyncio.gather(*groups), HANG_S)
     order = list(Counter(spec.task.key for spec in worker.began))
-    assert order == ["new-1", "long-1", "middle-1", "short-1", "long-9", "long-2", "short-2"]
+    # The evaluation that was asked for last fills the places that step 1 leaves.
+    assert order == ["new-1", "long-1", "middle-1", "short-1", "beside-8", "long-9", "long-2", "short-2"]

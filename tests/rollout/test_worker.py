@@ -118,6 +118,10 @@ def spec(prompt: str, sample: int = 0) -> EpisodeSpec:
     return EpisodeSpec(task, group=3, sample=sample, step=9, temperature=0.7, seed=11)
 
 
+async def plays(worker, *specs):
+    return await asyncio.gather(*(worker.play(each) for each in specs))
+
+
 @pytest.mark.parametrize(
     ("error", "outcome"),
     [(EngineRefused("no"), Outcome.REFUSED), (TypeError("None"), Outcome.REFUSED), (OSError("cut"), Outcome.ABORTED)],
@@ -127,14 +131,14 @@ async def test_what_a_program_raises_will_recur_and_a_lost_connection_may_not(wo
         raise error
 
     monkeypatch.setattr(worker.policy, "play", play)
-    (trajectory,) = await worker.run([spec("fine")])
+    trajectory = await worker.play(spec("fine"))
     assert trajectory.outcome is outcome and trajectory.reward_reason.endswith(f"{type(error).__name__}: {error}")
 
 
 @in_simulated_time
-async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, caplog):
+async def test_each_spec_has_its_trajectory_whatever_happens(worker, world, caplog):
     batch = [spec(p, i) for i, p in enumerate(["fine", "ENGINE", "NOENV", "BUG", "fine too"])]
-    trajectories = await worker.run(batch)
+    trajectories = await plays(worker, *batch)
     assert [(t.task_key, t.group, t.sample) for t in trajectories] == [(s.task.key, 3, s.sample) for s in batch]
     assert [(t.outcome, t.reward) for t in trajectories] == [
         (Outcome.COMPLETED, 1.0), (Outcome.ABORTED, None), (Outcome.ENV_FAILED, None),
@@ -147,8 +151,8 @@ async def test_one_trajectory_per_spec_in_order_whatever_happens(worker, world, 
 
 
 @in_simulated_time
-async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
-    await asyncio.gather(*(worker.run([spec("fine", i) for i in range(5)]) for _ in range(4)))
+async def test_episodes_share_the_workers_slots(worker, world):
+    await plays(worker, *(spec("fine", i) for i in range(20)))
     assert world.most_in_flight == 4  # 7 over 2 workers, rounded up
     assert world.opened == world.closed == 20
 
@@ -157,34 +161,34 @@ async def test_episodes_share_the_workers_slots_over_all_batches(worker, world):
 @pytest.mark.parametrize(("most", "played"), [({"engine": {"replicas": 2, "max_num_seqs": 3}}, 3), ({}, 128)])
 async def test_with_auto_a_worker_has_its_share_of_the_most_that_may_play(folder, world, most, played):
     worker = make_worker(folder, episodes_in_flight="auto", **most)
-    await worker.run([spec("fine", i) for i in range(200)])
+    await plays(worker, *(spec("fine", i) for i in range(200)))
     assert world.most_in_flight == played
 
 
 @in_simulated_time
 async def test_abort_returns_every_episode_of_its_collection_and_the_worker_goes_on(worker, world):
-    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(12)]))
+    running = asyncio.create_task(plays(worker, *(spec("HANG", i) for i in range(12))))
     await asyncio.sleep(0.1)
     assert (world.opened, world.in_flight) == (8, 4)  # as many again wait, started, for a place
-    other = asyncio.create_task(worker.run([replace(spec("fine"), collection=7)]))
+    other = asyncio.create_task(worker.play(replace(spec("fine"), collection=7)))
     await worker.abort(0)
     trajectories = await running
     assert [(t.outcome, t.reward, t.reward_reason) for t in trajectories] == [
         (Outcome.ABORTED, None, "the run was stopped")
     ] * 12
-    assert (await other)[0].outcome is Outcome.COMPLETED
+    assert (await other).outcome is Outcome.COMPLETED
     assert world.opened == world.closed == 9 and world.in_flight == 0
-    assert (await worker.run([replace(spec("fine"), collection=7)]))[0].outcome is Outcome.COMPLETED
+    assert (await worker.play(replace(spec("fine"), collection=7))).outcome is Outcome.COMPLETED
 
 
 @in_simulated_time
-async def test_abort_before_the_first_await_or_the_batch_is_not_lost(worker, world):
-    running = asyncio.create_task(worker.run([spec("HANG")]))
+async def test_abort_before_the_first_await_or_the_episode_is_not_lost(worker, world):
+    running = asyncio.create_task(worker.play(spec("HANG")))
     await asyncio.sleep(0)
     await worker.abort(0)
-    assert (await running)[0].outcome is Outcome.ABORTED
-    late = await worker.run([spec("HANG")])  # overtaken on the way
-    assert late[0].outcome is Outcome.ABORTED and world.opened == 0
+    assert (await running).outcome is Outcome.ABORTED
+    late = await worker.play(spec("HANG"))  # overtaken on the way
+    assert late.outcome is Outcome.ABORTED and world.opened == 0
 
 
 @in_simulated_time
@@ -192,10 +196,10 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
     provisioning = {"breaker_window": 4, "breaker_threshold": 0.75, "breaker_pause_s": 0.2}
     worker = make_worker(folder, env=EnvConfig(provisioning=provisioning))
     bad, good = spec("NOENV"), replace(spec("fine"), task=replace(spec("fine").task, env_key="shop"))
-    await worker.run([spec("fine")])
-    first = await worker.run([bad] * 3)
+    await worker.play(spec("fine"))
+    first = await plays(worker, bad, bad, bad)
     assert [t.reward_reason for t in first] == ["environment lost: no image"] * 3
-    refused = await worker.run([bad, good, spec("fine")])
+    refused = await plays(worker, bad, good, spec("fine"))
     assert [(t.outcome, t.reward) for t in refused] == [
         (Outcome.ENV_FAILED, None), (Outcome.COMPLETED, 1.0), (Outcome.ENV_FAILED, None)
     ]  # fmt: skip
@@ -204,10 +208,10 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
     assert [t.metrics["breaker_open"] for t in refused] == [1, 0, 1]
     assert world.opened == world.closed == 5
     await asyncio.sleep(0.2)
-    probed = await worker.run([spec("fine"), bad])
+    probed = await plays(worker, spec("fine"), bad)
     assert [t.outcome for t in probed] == [Outcome.COMPLETED, Outcome.ENV_FAILED]
     assert "quarantine" in probed[1].reward_reason  # one probe at a time
-    assert (await worker.run([spec("fine")]))[0].metrics["breaker_open"] == 0
+    assert (await worker.play(spec("fine"))).metrics["breaker_open"] == 0
     for trajectory in [*refused, *probed]:
         trajectory.check()
 
@@ -215,19 +219,19 @@ async def test_an_environment_that_gives_nothing_back_is_left_alone(folder, worl
 @in_simulated_time
 async def test_failures_of_a_server_that_was_replaced_are_forgotten(folder, world):
     worker = make_worker(folder, env=EnvConfig(provisioning={"breaker_window": 2, "breaker_threshold": 1.0}))
-    await worker.run([spec("NOENV")] * 2)
-    assert "quarantine" in (await worker.run([spec("fine")]))[0].reward_reason
+    await plays(worker, spec("NOENV"), spec("NOENV"))
+    assert "quarantine" in (await worker.play(spec("fine"))).reward_reason
     await worker.forget_failures()
-    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
+    assert (await worker.play(spec("fine"))).outcome is Outcome.COMPLETED
 
 
 @in_simulated_time
 async def test_a_dead_engine_is_no_fault_of_the_environment(folder, world):
     worker = make_worker(folder, env=EnvConfig(provisioning={"breaker_window": 2, "breaker_threshold": 0.5}))
     for _ in range(3):
-        played = await worker.run([spec("ENGINE"), spec("BUG")])
+        played = await plays(worker, spec("ENGINE"), spec("BUG"))
         assert [t.outcome for t in played] == [Outcome.ABORTED, Outcome.REFUSED]
-    assert (await worker.run([spec("fine")]))[0].outcome is Outcome.COMPLETED
+    assert (await worker.play(spec("fine"))).outcome is Outcome.COMPLETED
 
 
 @in_simulated_time
@@ -236,14 +240,14 @@ async def test_starting_uses_up_no_time_of_the_episode(folder, world):
         folder, episode_timeout_s=3, env=EnvConfig(provisioning={"starts_at_once": 1, "max_starts_at_once": 1})
     )
     world.reset_s = 0.5
-    trajectories = await worker.run([spec("fine", i) for i in range(8)])
+    trajectories = await plays(worker, *(spec("fine", i) for i in range(8)))
     assert {t.outcome for t in trajectories} == {Outcome.COMPLETED}
     assert max(t.metrics["provision_s"] for t in trajectories) > 3
 
 
 @in_simulated_time
 async def test_cancelling_run_stops_its_episodes(worker, world):
-    running = asyncio.create_task(worker.run([spec("HANG", i) for i in range(2)]))
+    running = asyncio.create_task(plays(worker, *(spec("HANG", i) for i in range(2))))
     await asyncio.sleep(0.1)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -258,12 +262,12 @@ async def test_seeds_differ_by_sample_and_step_and_repeat_for_another_attempt(wo
     specs = [one, one, replace(one, sample=1), replace(one, attempt=1), replace(one, step=10), replace(one, seed=None)]
     seeds = []
     for s in specs:
-        await worker.run([s])
+        await worker.play(s)
         seeds.append(world.requests[-1][1].seed)
     assert seeds[0] == seeds[1] == seeds[3] and len(set(seeds[1:])) == 4 and seeds[-1] is None
     assert {p.temperature for _, p in world.requests} == {0.7}
     assert len({session for session, _ in world.requests}) == 4  # sample, attempt and step name a new episode
-    await worker.run([replace(one, collection=1)])
+    await worker.play(replace(one, collection=1))
     assert world.requests[-1][1].seed == seeds[0] and world.requests[-1][0] not in {s for s, _ in world.requests[:-1]}
 
 
@@ -275,7 +279,7 @@ def test_a_folder_without_tokenizer_is_refused(tmp_path, world):
 @in_simulated_time
 async def test_experts_are_asked_for_where_they_are_replayed(folder, world):
     worker = make_worker(folder, engine=EngineConfig(routing_replay=True))
-    await worker.run([spec("fine"), replace(spec("fine"), trained=False)])
+    await plays(worker, spec("fine"), replace(spec("fine"), trained=False))
     assert sorted(params.routing_start is None for _, params in world.requests) == [False, True]
 
 

@@ -21,7 +21,7 @@ from megatron_fleet.agents.trajectory import Outcome
 from megatron_fleet.cluster import restarts
 from megatron_fleet.rollout import components
 from megatron_fleet.rollout.collection import Collection
-from megatron_fleet.rollout.collector import MAX_BATCH, Collector
+from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import ComponentLost, WorkerSlot
 from megatron_fleet.rollout.requests import RolloutFailed
 
@@ -48,8 +48,8 @@ class Actor:
             await asyncio.sleep(0)
             if name in self.fail:
                 raise self.fail[name]
-            if name == "run":
-                return [self.playing(spec) for spec in arguments[0]]
+            if name == "play":
+                return self.playing(*arguments)
             return self.dead if name == "policy_dead" else None
 
         return SimpleNamespace(remote=call)
@@ -81,8 +81,8 @@ def killed(monkeypatch):
     return found
 
 
-def specs(count=2):
-    return Collection(request(count, 1), 0).take(count)
+def one_spec():
+    return Collection(request(1, 1), 0).take(1)[0]
 
 
 async def test_a_worker_plays_what_it_is_given_and_is_told_what_it_must_know():
@@ -91,13 +91,13 @@ async def test_a_worker_plays_what_it_is_given_and_is_told_what_it_must_know():
     await slot.forget_failures()
     await slot.start()
     assert slot.names() == ["__ray_ready__"]
-    given = specs()
-    assert [t.task_key for t in await slot.run(given)] == ["t0", "t1"]
+    given = one_spec()
+    assert (await slot.play(given)).task_key == "t0"
     await slot.engine_moved("a", "b")
     await slot.forget_failures()
     await slot.abort(7)
     assert slot.calls[1:] == [
-        (0, "run", list(given)), (0, "engine_moved", "a", "b"), (0, "forget_failures"), (0, "abort", 7)
+        (0, "play", given), (0, "engine_moved", "a", "b"), (0, "forget_failures"), (0, "abort", 7)
     ]  # fmt: skip
     assert await slot.policy_dead() is None
     slot.made[0].dead = "the endpoint is gone"
@@ -109,24 +109,24 @@ async def test_a_worker_plays_what_it_is_given_and_is_told_what_it_must_know():
 
 
 @pytest.mark.parametrize("error", [RayActorError(), TimeoutError()])
-async def test_a_lost_worker_is_replaced_once_for_all_its_batches(killed, error):
+async def test_a_lost_worker_is_replaced_once_for_all_its_episodes(killed, error):
     slot = Slot()
     await slot.start()
-    slot.made[0].fail["run"] = error
-    outcomes = await asyncio.gather(*(slot.run(specs()) for _ in range(3)), return_exceptions=True)
+    slot.made[0].fail["play"] = error
+    outcomes = await asyncio.gather(*(slot.play(one_spec()) for _ in range(3)), return_exceptions=True)
     assert [type(outcome) for outcome in outcomes] == [ComponentLost] * 3
     assert len(slot.made) == 2 and killed == [slot.made[0]] and slot.restarts.count == 1
-    assert len(await slot.run(specs())) == 2 and slot.calls[-1][0] == 1
+    assert (await slot.play(one_spec())).reward == 1 and slot.calls[-1][0] == 1
     await slot.close()
     assert killed == slot.made
 
 
-async def test_a_mistake_of_a_batch_is_no_loss():
+async def test_a_mistake_of_an_episode_is_no_loss():
     slot = Slot()
     await slot.start()
-    slot.made[0].fail["run"] = MISTAKE
+    slot.made[0].fail["play"] = MISTAKE
     with pytest.raises(RayTaskError):
-        await slot.run(specs())
+        await slot.play(one_spec())
     assert len(slot.made) == 1
 
 
@@ -139,9 +139,9 @@ async def test_a_worker_that_hangs_is_lost_after_its_time():
     async def never(*_):
         await hanging.wait()
 
-    slot.made[0].run = SimpleNamespace(remote=never)
+    slot.made[0].play = SimpleNamespace(remote=never)
     with pytest.raises(ComponentLost, match="no answer in time"):
-        await slot.run(specs())
+        await slot.play(one_spec())
     assert len(slot.made) == 2
 
 
@@ -162,9 +162,9 @@ async def test_a_worker_that_dies_again_and_again_is_given_up():
     slot = Slot()
     await slot.start()
     slot.prepare = lambda actor: actor.fail.update({"__ray_ready__": RayActorError()})
-    slot.made[0].fail["run"] = RayActorError()
+    slot.made[0].fail["play"] = RayActorError()
     with pytest.raises(RolloutFailed, match=r"worker 0 died 4 times, last: its process died\. Its log is worker\.log"):
-        await slot.run(specs())
+        await slot.play(one_spec())
     assert slot.restarts.count == components.MAX_RESTARTS == 3
 
 
@@ -222,22 +222,35 @@ async def opened(tmp_path, workers=2, **rollout):
     return Collector(config.rollout, config.env, [engine], slots, Environment()), slots, engine
 
 
-def batches(slots):
-    return [call[2] for slot in slots for call in slot.calls if call[1] == "run"]
+def given_to(*slots):
+    return [call[2] for slot in slots for call in slot.calls if call[1] == "play"]
 
 
-async def test_all_workers_play_small_batches_and_no_more_than_their_places(tmp_path):
+async def test_all_workers_play_and_no_more_than_their_places(tmp_path):
     collector, slots, _ = await opened(tmp_path, episodes_in_flight=32)
     assert collector.load() == (0, 0)
     result = await collector.collect(request(tasks=8, samples=9))
     assert [len(group.trajectories) for group in result.groups] == [9] * 8 and result.accounting.known == 72
-    sizes = [len(batch) for batch in batches(slots)]
-    assert sum(sizes) == 72 and min(sizes) >= 1 and max(sizes) <= 2
-    assert min(sum(len(b) for b in batches([slot])) for slot in slots) >= 72 // 4
+    assert len(given_to(*slots)) == 72 and min(len(given_to(slot)) for slot in slots) >= 72 // 4
     assert collector.load() == (0, 0)
-    collector, slots, _ = await opened(tmp_path, episodes_in_flight=4096)
-    await collector.collect(request(tasks=64, samples=64))
-    assert max(len(batch) for batch in batches(slots)) == MAX_BATCH
+
+
+async def test_a_place_is_free_when_its_episode_ends(tmp_path):
+    """Not when others that began with it have ended, too: the longest of them may be ten times as long."""
+    collector, slots, _ = await opened(tmp_path, workers=1, episodes_in_flight=4)
+    gate, places = asyncio.Event(), collector._places
+
+    async def wait(given):
+        await gate.wait() if given.group == 0 else await asyncio.sleep(0)
+        return played(given, 1.0)
+
+    slots[0].made[0].play = SimpleNamespace(remote=wait)
+    long = asyncio.create_task(collector.collect(request(tasks=1, samples=places - 1)))
+    await until(lambda: collector.load()[0] == places - 1)
+    short = await collector.collect(replace(request(tasks=20, samples=1), first=1))
+    assert short.accounting.known == 20 and not long.done()
+    gate.set()
+    assert (await long).accounting.known == places - 1
 
 
 async def test_places_are_what_is_under_way_and_the_rest_waits(tmp_path):
@@ -247,22 +260,22 @@ async def test_places_are_what_is_under_way_and_the_rest_waits(tmp_path):
         actor = slot.made[0]
 
         async def wait(given, actor=actor):
-            actor.calls.append((0, "run", given))
+            actor.calls.append((0, "play", given))
             await gate.wait()
-            return [played(spec, 1.0) for spec in given]
+            return played(given, 1.0)
 
-        actor.run = SimpleNamespace(remote=wait)
+        actor.play = SimpleNamespace(remote=wait)
     first = asyncio.create_task(collector.collect(request(tasks=5, samples=2)))
     second = asyncio.create_task(collector.collect(request(tasks=1, samples=3)))
     await until(lambda: collector.load() == (places, 13 - places))
-    assert 6 <= places < 13 and {spec.collection for batch in batches(slots) for spec in batch} == {0}
+    assert 6 <= places < 13 and {spec.collection for spec in given_to(*slots)} == {0}
     gate.set()
     assert [r.accounting.known for r in await asyncio.gather(first, second)] == [10, 3]
 
 
 async def test_episodes_of_a_lost_worker_are_played_again_and_count_as_lost(tmp_path):
     collector, slots, _ = await opened(tmp_path)
-    slots[0].made[0].fail["run"] = RayActorError()
+    slots[0].made[0].fail["play"] = RayActorError()
     result = await collector.collect(request(tasks=4, samples=4))
     assert result.accounting.known == 16 and result.accounting.aborted > 0 and result.accounting.retried == 0
     assert len(slots[0].made) == 2 and len(slots[1].made) == 1
@@ -276,9 +289,9 @@ async def test_a_dead_endpoint_stops_all_collections_and_later_ones(tmp_path):
     result = await collector.collect(request(tasks=2, samples=2))
     assert collector.dead == "401: no such key" and engine.checks > 0
     assert result.accounting.known == 0 and (0, "abort", 0) in slots[0].calls
-    before = len(batches(slots))
+    before = len(given_to(*slots))
     later = await collector.collect(request(tasks=2, samples=2))
-    assert later.accounting.unstarted == 4 and len(batches(slots)) == before
+    assert later.accounting.unstarted == 4 and len(given_to(*slots)) == before
 
 
 async def test_a_collection_that_is_cancelled_is_aborted_on_every_worker(tmp_path):
@@ -287,10 +300,10 @@ async def test_a_collection_that_is_cancelled_is_aborted_on_every_worker(tmp_pat
 
     async def wait(given):
         await gate.wait()
-        return [played(spec, 1.0) for spec in given]
+        return played(given, 1.0)
 
     for slot in slots:
-        slot.made[0].run = SimpleNamespace(remote=wait)
+        slot.made[0].play = SimpleNamespace(remote=wait)
     collecting = asyncio.create_task(collector.collect(request(tasks=4, samples=4)))
     await until(lambda: collector.load()[0] == 16)
     collecting.cancel()
@@ -306,15 +319,15 @@ async def test_a_collection_over_its_budget_has_what_was_played(tmp_path):
     actor, gate = slots[0].made[0], asyncio.Event()
 
     async def play(given):
-        if any(spec.group > 0 for spec in given):
-            await gate.wait()
-        fates = [(1.0, Outcome.COMPLETED) if spec.group == 0 else (None, Outcome.ABORTED) for spec in given]
-        return [played(spec, *fate) for spec, fate in zip(given, fates, strict=True)]
+        if given.group == 0:
+            return played(given, 1.0)
+        await gate.wait()
+        return played(given, None, Outcome.ABORTED)
 
     async def abort(collection):
         gate.set()
 
-    actor.run, actor.abort = SimpleNamespace(remote=play), SimpleNamespace(remote=abort)
+    actor.play, actor.abort = SimpleNamespace(remote=play), SimpleNamespace(remote=abort)
     result = await collector.collect(replace(request(tasks=3, samples=1), budget_s=0.2))
     assert result.accounting.known == 1 and result.accounting.unstarted + result.accounting.unknown == 2
 
@@ -322,7 +335,7 @@ async def test_a_collection_over_its_budget_has_what_was_played(tmp_path):
 async def test_closing_fails_what_runs(tmp_path):
     collector, slots, _ = await opened(tmp_path)
     for slot in slots:
-        slot.made[0].run = SimpleNamespace(remote=lambda given: asyncio.sleep(3600))
+        slot.made[0].play = SimpleNamespace(remote=lambda given: asyncio.sleep(3600))
     collecting = asyncio.create_task(collector.collect(request()))
     await until(lambda: collector.load()[0] > 0)
     collector.close()

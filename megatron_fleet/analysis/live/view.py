@@ -68,6 +68,7 @@ def now(follower: RunFollower, clock: float) -> dict[str, Any]:
             "facts": [asdict(fact) for fact in _facts(follower, moment)],
             "timeline": _timeline(metrics, status, moment),
             "tables": {
+                "awaited": _json(_awaited(status, moment)),
                 "engines": _json(_engines(metrics, status)),
                 "environments": _json(_environments(follower)) | {"titles": [title for _, title in _ENVIRONMENT_HEAD]},
                 "memory": _json(_memory(metrics, status)),
@@ -121,7 +122,8 @@ def _facts(follower: RunFollower, clock: float) -> Iterable[Fact]:
     yield _step_fact(follower)
     if status is not None and status.state == "running":
         yield _phase_fact(status, clock)
-        yield Fact("episodes", f"{status.playing} playing", f"{status.waiting} waiting for a worker")
+        limit = "" if status.allowed is None else f", at most {status.allowed} may play now"
+        yield Fact("episodes", f"{status.playing} playing", f"{status.waiting} waiting for a worker{limit}")
     yield from _value_facts(metrics)
     speed = metrics.latest("generate/tokens_per_second")
     if status is not None and status.engines:
@@ -219,6 +221,18 @@ def _part(phase: PhaseStatus, began: float, clock: float) -> dict[str, Any]:
 def _kind(name: str) -> str:
     first = (name.split() or [""])[0]
     return next((kind for kind, names, _ in PHASES if first in names), OTHER[0])
+
+
+def _awaited(status: RunStatus | None, clock: float) -> Table:
+    """Return the groups that the current phase waits for, those that began first."""
+    head = ("task", "environment", "episodes ended", "for")
+    running = [] if status is None else [phase for phase in status.phases if phase.seconds is None]
+    rows = []
+    for one in (one for phase in running for one in phase.awaited):
+        seconds = max(0.0, clock - one.began)
+        ended = Cell(f"{one.done} of {one.total}", one.done)
+        rows.append((Cell(shown(one.name)), Cell(shown(one.kind)), ended, Cell(duration(seconds), seconds)))
+    return Table(head, tuple(rows), frozenset({2, 3}))
 
 
 def _engines(metrics: MetricsTail, status: RunStatus | None) -> Table:

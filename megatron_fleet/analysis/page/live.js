@@ -164,9 +164,10 @@ function fill(now) {
   fillAlerts(now.alerts);
   fillTimeline(now.timeline);
   fillTable(byId("memory"), now.tables.memory);
+  fillTable(byId("awaited-table"), now.tables.awaited);
   fillTable(byId("engine-table"), now.tables.engines);
   fillTable(byId("environment-table"), now.tables.environments);
-  for (const id of ["engines", "environments"]) byId(id).hidden = byId(id).querySelector(".scroll").hidden;
+  for (const id of ["awaited", "engines", "environments"]) byId(id).hidden = byId(id).querySelector(".scroll").hidden;
   const select = byId("filters").elements.env;
   sync(select, ["", ...now.environments], (env) => env, (env) => new Option(env || "all", env), () => {});
 }

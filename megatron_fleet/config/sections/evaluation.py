@@ -60,7 +60,9 @@ class EvalConfig(Section):
     )
     overlap: bool = Field(
         False,
-        description="Evaluate while the trainer computes the next update; for engines that are not colocated.",
+        description="Evaluate beside training. Engines on devices of their own play the evaluation while the trainer "
+        "computes the next update; colocated ones during the next step's rollout, in the places that its last episodes "
+        "leave free.",
     )
     upload: str | None = Field(
         None,
@@ -72,15 +74,6 @@ class EvalConfig(Section):
     def in_training(self) -> bool:
         """Whether a training run evaluates at all and thus needs held-out tasks."""
         return self.at_start or self.at_end or self.interval > 0
-
-
-def _overlap(c: Config) -> str | None:
-    if c.eval.overlap and c.rollout.engine.colocated:
-        return (
-            "eval.overlap=true with rollout.engine.colocated=true: engines sleep while the trainer computes; set one "
-            "of them to false."
-        )
-    return None
 
 
 def _upload(c: Config) -> str | None:
@@ -111,7 +104,6 @@ def _endpoint_extra_body(c: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    _overlap,
     _upload,
     _endpoint_url,
     _endpoint_key,

@@ -45,6 +45,18 @@ class SpeculativeConfig(Section):
     )
     tokens: int = Field(3, ge=1, le=64, description="Tokens that the drafter proposes at once.")
     ngram: int = Field(5, ge=1, le=64, description="ngram: number of newest tokens that it looks for in the sequence.")
+    max_sequences: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_EPISODES,
+        description="Draft only while an engine decodes at most this many sequences, as at the end of a batch, where "
+        "checking more tokens costs little; null: always. On GPUs vLLM then captures CUDA graphs piecewise.",
+    )
+
+    def drafted(self, sequences: int) -> int:
+        """Return the tokens that are drafted for each of ``sequences`` sequences that are decoded together."""
+        limit = sequences if self.max_sequences is None else self.max_sequences
+        return 0 if self.method == "none" or sequences > limit else self.tokens
 
 
 class EngineConfig(Section):
