@@ -75,7 +75,10 @@ class FakeRollout:
         request: CollectRequest,
         on_episode: Callable[[Trajectory], None] | None = None,
         stop: asyncio.Event | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> CollectResult:
+        if on_start is not None:
+            on_start()
         if request.first == 0:  # of the groups of a step, which are requested together, the first one stands for all
             self.calls.append(f"collect {request.purpose} {request.step}")
             self._plays += request.purpose == "train"

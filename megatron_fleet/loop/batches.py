@@ -61,7 +61,11 @@ class Episodes(Protocol):
     """The part of `rollout.service.RolloutService` that plays episodes."""
 
     async def collect(
-        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+        self,
+        request: CollectRequest,
+        on_episode: OnEpisode | None = None,
+        stop: asyncio.Event | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> CollectResult: ...
 
     async def environment_available(self) -> str | None: ...
@@ -103,7 +107,7 @@ class _GroupPlay:
         round: how often its task was replaced.
         work: its newest attempt; ``None`` before the first, and after one that was stopped.
         stop: ends that attempt.
-        version: weight version of the engines when that attempt began.
+        version: weight version of the engines when an episode of that attempt first had a place; ``None`` before.
         accounting: counts of its earlier attempts.
         kept: episodes of earlier attempts that are not played again, by sample.
         ended: episodes of the newest attempt that have ended.
@@ -117,7 +121,7 @@ class _GroupPlay:
     round: int = 0
     work: asyncio.Future[CollectResult] | None = None
     stop: asyncio.Event = field(default_factory=asyncio.Event)
-    version: int = -1
+    version: int | None = None
     accounting: Accounting = field(default_factory=Accounting)
     kept: dict[int, Trajectory] = field(default_factory=dict)
     ended: int = 0
@@ -159,6 +163,7 @@ class Batches:
         self._refills = self._rule.window is None and continues
         self._draws = _Draws(make_sampler(tasks, self._size, config.run.seed, config.data.mixture), tasks, self._size)
         self._plays: list[_GroupPlay] = []
+        self._version = 0  # of the engines, or the one before
         self._tokens = self._episodes = 0  # sampled tokens, and episodes, of all groups that came back
         self._trained: list[Group] = []
         self._idle_since: float | None = None
@@ -180,8 +185,9 @@ class Batches:
         """
         began = time.monotonic()
         before = began if self._taken is None else self._taken
+        self._version = step
         await self._stop([play for play in self._plays if self._will_be_too_old(play, step)], step)
-        self._fill(step, step)
+        self._fill(step)
         async with beside(), self._shown(step, show):
             chosen = await self._complete(step)
         stream = self._stream(chosen)
@@ -189,7 +195,7 @@ class Batches:
         self._plays = [play for play in self._plays if play not in chosen]
         self._draws.forget({play.step for play in self._plays})
         if self._refills:
-            self._fill(step + 1, step)
+            self._fill(step + 1)
         self._taken = now = time.monotonic()
         waited, idle = now - began, self._take_idle(now)
         results = [play.result() for play in chosen]
@@ -265,8 +271,8 @@ class Batches:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
 
-    def _fill(self, step: int, version: int) -> None:
-        """Play the groups of the batch of ``step``, and those that may play ahead of it. ``version``: the engines'."""
+    def _fill(self, step: int) -> None:
+        """Play the groups of the batch of ``step``, and those that may play ahead of it."""
         left = (self._config.run.last_step - step) * self._size
         wanted = min(self._size + self._ahead, left)
         while len(self._plays) < wanted:
@@ -274,12 +280,11 @@ class Batches:
             self._plays += [_GroupPlay(number, slot, task) for slot, task in enumerate(tasks)]
         for play in self._plays[:wanted]:
             if play.work is None:
-                self._start(play, version)
+                self._start(play)
 
-    def _start(self, play: _GroupPlay, version: int) -> None:
+    def _start(self, play: _GroupPlay) -> None:
         """Play what a group has not kept of earlier attempts."""
-        play.ended, play.version, play.stop = len(play.kept), version, asyncio.Event()
-        play.began = play.began or time.time()
+        play.ended, play.version, play.stop = len(play.kept), None, asyncio.Event()
         play.work = asyncio.create_task(self._play(play))
         play.work.add_done_callback(self._returned)
         if self._idle_since is not None:
@@ -336,7 +341,10 @@ class Batches:
         def ended(_: Trajectory) -> None:
             play.ended += 1
 
-        return await self._rollout.collect(request, ended, play.stop)
+        def started() -> None:
+            play.version, play.began = self._version, play.began or time.time()
+
+        return await self._rollout.collect(request, ended, play.stop, started)
 
     async def _complete(self, step: int) -> list[_GroupPlay]:
         """Wait for a batch; while not one reward in it is known, wait for the environment and play all of it again.
@@ -359,7 +367,7 @@ class Batches:
             for play in chosen:
                 play.accounting += play.result().accounting.all_retried()
                 play.kept = {}
-                self._start(play, step)
+                self._start(play)
         if stale := sum(play.accounting.stale > 0 for play in chosen):
             log.warning("step %d: %d groups were too old and were played again", step + 1, stale)
         return chosen
@@ -376,11 +384,11 @@ class Batches:
 
         def now() -> None:
             plays = self._eligible(step)
-            playing = sorted((play for play in plays if play.playing), key=lambda play: play.began)
+            begun = [play for play in plays if play.playing and play.version is not None]
             samples = self._config.rollout.samples_per_prompt
             awaited = [
                 Awaited(play.task.key, play.task.env_key, play.began, play.ended, samples)
-                for play in playing[:MOST_AWAITED]
+                for play in sorted(begun, key=lambda play: play.began)[:MOST_AWAITED]
             ]
             show(sum(heapq.nlargest(self._size, (play.ended for play in plays))), awaited)
 
@@ -428,22 +436,25 @@ class Batches:
                 f"{max(oldest(t, version) for t in old)} versions old although it was given version {version}."
             )
         play.keep(result, old, "stale")
-        self._start(play, version)
+        self._start(play)
 
     def _will_be_too_old(self, play: _GroupPlay, version: int) -> bool:
         """Whether a group in play began with weights so old that some of it would be played again."""
         rollout = self._config.rollout
-        return rollout.too_old == "again" and play.playing and version - play.version > rollout.max_staleness
+        if rollout.too_old != "again" or not play.playing or play.version is None:
+            return False
+        return version - play.version > rollout.max_staleness
 
     async def _leave_unfinished(self, step: int) -> int:
-        """Do with the groups that still play what ``rollout.unfinished`` says; returns their number."""
+        """Do with the groups that still play what ``rollout.unfinished`` says; returns how many had a place."""
         playing = [play for play in self._plays if play.playing]
+        begun = sum(play.version is not None for play in playing)
         match self._config.rollout.unfinished:
             case "wait" if playing:
                 await asyncio.wait(_works(playing))
             case "again":
                 await self._stop(playing, step + 1)
-        return len(playing)
+        return begun
 
     async def _stop(self, plays: Sequence[_GroupPlay], version: int) -> None:
         """Stop groups, which are played again later. Their episodes with a known reward are kept, unless they will be

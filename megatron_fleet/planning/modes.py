@@ -17,7 +17,7 @@ MODES: tuple[tuple[str, Mapping[str, Any], Mapping[str, Any]], ...] = (
     ("continue unfinished episodes, two steps ahead", {"max_staleness": 2, "unfinished": "continue"},
      {"ahead": None, "window": 1}),
     ("continue unfinished episodes, train on the first to finish", {"max_staleness": 2, "unfinished": "continue"},
-     {"ahead": 0.5, "window": None}),
+     {"ahead": None, "window": None}),
 )  # fmt: skip
 """Description, keys of ``rollout``, keys of ``rollout.batch``."""
 

@@ -137,27 +137,33 @@ def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     return actor.remote(config, settings.token, log, settings.transport, secrets(os.environ, families))
 
 
+def worker_options(config: Config, settings: ActorSettings, index: int) -> dict[str, Any]:
+    """Return Ray's options for a worker's actor, which plays its share of the episodes, each in a call of its own."""
+    rollout = config.rollout
+    env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
+    runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
+    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + config.env.provisioning.lookahead
+    calls = math.ceil(most / rollout.workers) + CONTROL_CALLS
+    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env, "max_concurrency": calls}
+    if (node := live_nodes().get(settings.worker_host(index))) is not None:  # otherwise Ray chooses the host
+        # Hard affinity: Ray ignores a soft one of an actor without CPUs.
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+    return options
+
+
 def make_worker(
     config: Config, settings: ActorSettings, index: int, environment_url: str, endpoints: Sequence[str]
 ) -> Any:
     """Create the actor of an episode worker. ``endpoints``: addresses of the engines."""
     rollout, env = config.rollout, config.env
     own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
-    env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
-    runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
-    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + env.provisioning.lookahead
-    calls = math.ceil(most / rollout.workers) + CONTROL_CALLS
-    options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env, "max_concurrency": calls}
     host = settings.worker_host(index)
-    if (node := live_nodes().get(host)) is not None:  # otherwise Ray chooses the host
-        # Hard affinity: Ray ignores a soft one of an actor without CPUs.
-        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
     own_secrets = secrets(os.environ, of_environments(env))
     access: EngineAccess | EndpointAccess = EngineAccess(config.model.folder, endpoints, settings.token, host)
     if settings.dialect is not None:
         access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)
         own_secrets |= {n: v for n, v in os.environ.items() if n == config.eval.endpoint.api_key_env}
-    actor = ray.remote(WorkerActor).options(**options)
+    actor = ray.remote(WorkerActor).options(**worker_options(config, settings, index))
     return actor.remote(
         settings.logs / f"worker-{index}.log",
         own_secrets,

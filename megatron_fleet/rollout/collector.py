@@ -22,6 +22,7 @@ from megatron_fleet.rollout.monitor import RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
 CHECK_AFTER_S = 0.05
+"""Seconds from the first lost episode to a check of the components, which answers for those that are lost meanwhile."""
 
 
 class _Running:
@@ -32,9 +33,20 @@ class _Running:
         over: future that is done when every episode has returned, or holds the failure.
     """
 
-    def __init__(self, request: CollectRequest, collection: Collection, turn: int) -> None:
+    def __init__(
+        self, request: CollectRequest, collection: Collection, turn: int, on_start: Callable[[], None] | None
+    ) -> None:
         self.request, self.collection, self.turn = request, collection, turn
+        self._on_start = on_start
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def take(self, most: int) -> list[EpisodeSpec]:
+        """Take episodes to play now, see `Collection.take`; tells of the first ones."""
+        specs = self.collection.take(most)
+        if specs and self._on_start is not None:
+            self._on_start()
+            self._on_start = None
+        return specs
 
     def record(self, change: Callable[..., None], *arguments: Any) -> None:
         """Call a method of the collection. If the callback for ended episodes raises, this collection alone fails."""
@@ -90,13 +102,17 @@ class Collector:
         self._plays: set[asyncio.Task[None]] = set()
 
     async def collect(
-        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+        self,
+        request: CollectRequest,
+        on_episode: OnEpisode | None = None,
+        stop: asyncio.Event | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> CollectResult:
         """Play every episode of ``request``, see `RolloutService.collect`."""
         started = time.monotonic()
         collection = Collection(request, self._max_retries, next(self._numbers), on_episode)
         of_step = (one.turn for one in self._running if _of_one_step(one.request, request))
-        running = _Running(request, collection, next(of_step, collection.number))
+        running = _Running(request, collection, next(of_step, collection.number), on_start)
         if self.dead is not None:
             collection.stop(self.dead)
         self._running.append(running)
@@ -120,7 +136,7 @@ class Collector:
         """Fail the running collections."""
         for running in self._running:
             running.fail(RolloutFailed("the rollout was closed"))
-        for task in (self._handing_out, *self._plays):
+        for task in (self._handing_out, self._checking, *self._plays):
             if task is not None:
                 task.cancel()
 
@@ -179,7 +195,7 @@ class Collector:
         """Give workers as many of the waiting episodes as they may have, the next one always to the freest worker."""
         places = self._spare()
         for running in self._in_turn():
-            for spec in running.collection.take(places):
+            for spec in running.take(places):
                 places -= 1
                 worker = max(self._free, key=lambda one: self._free[one])
                 self._free[worker] -= 1

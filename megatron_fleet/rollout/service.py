@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -127,7 +127,11 @@ class RolloutService:
         await asyncio.shield(self._starting)
 
     async def collect(
-        self, request: CollectRequest, on_episode: OnEpisode | None = None, stop: asyncio.Event | None = None
+        self,
+        request: CollectRequest,
+        on_episode: OnEpisode | None = None,
+        stop: asyncio.Event | None = None,
+        on_start: Callable[[], None] | None = None,
     ) -> CollectResult:
         """Play all episodes of ``request``. A failed episode is part of the result.
 
@@ -137,13 +141,14 @@ class RolloutService:
         Args:
             on_episode: called with each episode when it has ended.
             stop: once it is set, what has not ended is given up as ``aborted``; environments are closed.
+            on_start: called when the first episode is given to a worker; until then the request waits for a place.
 
         Raises:
             RolloutFailed: an engine or a worker died too often.
             EnvironmentFailed: the run's own environment server failed for too long.
         """
         await self.wait_ready()
-        return await self._pool.collector.collect(request, on_episode, stop)
+        return await self._pool.collector.collect(request, on_episode, stop, on_start)
 
     async def environment_available(self) -> str | None:
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.

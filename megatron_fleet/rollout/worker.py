@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class EpisodeWorker:
-    """Player of batches of episodes on one event loop."""
+    """Player of episodes on one event loop."""
 
     def __init__(
         self,

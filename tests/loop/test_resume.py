@@ -57,12 +57,12 @@ async def test_a_restarted_trainer_does_not_load_flipped_bits(tmp_path, caplog):
     run = Run(tmp_path / "run", "run.steps=6")
     collect = run.rollout.collect
 
-    async def flipping(request, on_episode=None, stop=None):
+    async def flipping(request, *how):
         if (request.step, request.first) == (5, 0) and not run.trainer.restarts:
             await until((run.out / "checkpoints" / "step_000004").exists)
             flip(run.out, 4)
             run.trainer.die("rank 3 was killed by SIGKILL")
-        return await collect(request, on_episode)
+        return await collect(request, *how)
 
     run.rollout.collect = flipping
     await run.go()
@@ -270,10 +270,10 @@ async def test_a_step_is_trained_while_the_checkpoint_before_is_written(tmp_path
     trained = run.trainer.forward_backward
     run.trainer.before_writing = wait
 
-    async def collect(request, on_episode=None, stop=None):
+    async def collect(request, *how):
         if request.step == 2:
             run.trainer.forward_backward = third_step
-        return await played(request, on_episode)
+        return await played(request, *how)
 
     played, run.rollout.collect = run.rollout.collect, collect
     await run.go()

@@ -129,12 +129,36 @@ async def test_a_batch_does_not_wait_for_a_long_group(tmp_path):
 
 
 @in_simulated_time
+async def test_a_group_gets_old_from_its_first_place_on(tmp_path):
+    """As long as it only waits for one, it is not stopped and not shown."""
+    ahead = ("rollout.batch.window=null", "rollout.batch.ahead=0.5", "rollout.max_staleness=1")
+    stream = Stream(tmp_path, *ahead, delay=slow((0, 1), (0, 2), seconds=100.0))
+    played, waits = stream.rollout.collect, asyncio.Event()
+
+    async def collect(request, on_episode=None, stop=None, on_start=None):
+        if (request.step, request.first) == (0, 1):
+            await waits.wait()
+        return await played(request, on_episode, stop, on_start)
+
+    stream.rollout.collect = collect
+    first = [await stream.take() for _ in range(2)]
+    assert stream.shown[-1][1] and not any(one.name == drawn(tmp_path)[0][1] for one in stream.shown[-1][1])
+    stream.rollout.delay_of = lambda request: 1.0
+    third = await stream.take()  # the other long group is too old for it, and is restarted
+    waits.set()
+    made = [*first, third, *await stream.all()]
+    check_counts(made)
+    counts = {key: b.accounting.unfinished for b in made for key in keys(b) if key in drawn(tmp_path)[0][1:3]}
+    assert sum(b.accounting.unfinished for b in made) == SAMPLES and len(counts) == 2
+
+
+@in_simulated_time
 async def test_the_groups_that_a_batch_waits_for_are_shown(tmp_path):
     stream = Stream(tmp_path, delay=slow((0, 1), (0, 3), seconds=5.0))
     await stream.take()
     await stream.batches.close()
     step = drawn(tmp_path)[0]
-    (ended, first), (_, later), (done, none) = stream.shown[0], stream.shown[5], stream.shown[-1]
+    (ended, first), (_, later), (done, none) = stream.shown[1], stream.shown[5], stream.shown[-1]
     assert [one.name for one in first] == step and {(one.done, one.total) for one in first} == {(0, SAMPLES)}
     assert [one.name for one in later] == [step[1], step[3]] and none == []
     assert (ended, done) == (0, SIZE * SAMPLES)
@@ -187,8 +211,8 @@ def two_of_four_end(rollout):
     """Of the group that is stopped."""
     played = rollout.collect
 
-    async def collect(request, on_episode=None, stop=None):
-        result = await played(request, on_episode, stop)
+    async def collect(request, *how):
+        result = await played(request, *how)
         if (request.step, request.first) == (0, 1) and not request.played:
             for trajectory in result.groups[0].trajectories[:2]:
                 trajectory.reward, trajectory.outcome = 0.5, Outcome.COMPLETED
@@ -239,9 +263,9 @@ async def test_tokens_that_are_too_old_have_no_gradient(tmp_path, rule, fates):
     )  # fmt: skip
     played = stream.rollout.collect
 
-    async def across(request, on_episode=None, stop=None):
+    async def across(request, *how):
         before = stream.rollout.engines.version
-        result = await played(request, on_episode, stop)
+        result = await played(request, *how)
         for t in result.groups[0].trajectories:
             prompt, action = t.spans
             middle = (action.start + action.end) // 2
@@ -273,8 +297,8 @@ async def test_groups_without_signal_are_replaced_by_tasks_of_the_same_environme
         stream = Stream(tmp_path, "rollout.batch.max_replacements=9", delay=delay)
         played, seen = stream.rollout.collect, []
 
-        async def without_signal(request, on_episode=None, stop=None, played=played, seen=seen):
-            result = await played(request, on_episode, stop)
+        async def without_signal(request, *how, played=played, seen=seen):
+            result = await played(request, *how)
             seen.append((request.step, request.first))
             for t in result.groups[0].trajectories:
                 t.reward = 1.0 if t.task_key in dull else t.sample / SAMPLES
@@ -299,8 +323,8 @@ async def test_a_task_that_stays_without_signal_is_given_up_after_as_many_replac
     stream = Stream(tmp_path, "rollout.batch.max_replacements=2", "run.steps=2")
     played = stream.rollout.collect
 
-    async def all_right(request, on_episode=None, stop=None):
-        result = await played(request, on_episode, stop)
+    async def all_right(request, *how):
+        result = await played(request, *how)
         for t in result.groups[0].trajectories:
             t.reward = 1.0
         return result

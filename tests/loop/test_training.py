@@ -363,10 +363,10 @@ async def test_an_own_environment_server_that_keeps_failing_is_an_outage(tmp_pat
     run = Run(tmp_path / "run", "checkpoint.interval=10")
     collect = run.rollout.collect
 
-    async def failing(request, on_episode=None, stop=None):
+    async def failing(request, *how):
         if request.step == 1:
             raise EnvironmentFailed("the environment server died 9 times")
-        return await collect(request, on_episode)
+        return await collect(request, *how)
 
     run.rollout.collect = failing
     with pytest.raises(UserError, match="the environment server died 9 times"):
@@ -397,12 +397,12 @@ async def test_a_restarted_engine_is_sent_the_weights_again(tmp_path):
     run = Run(tmp_path, "rollout.engine.colocated=true", "run.steps=2")
     restarted, collect = FakeEngines(VOCABULARY, []), run.rollout.collect
 
-    async def losing_an_engine(request, on_episode=None, stop=None):
+    async def losing_an_engine(request, *how):
         if (request.step, request.first) == (1, 0):
             run.calls.append("engine lost")
             await run.rollout.resend(restarted, 1)
             run.calls.append("engine back")
-        return await collect(request, on_episode)
+        return await collect(request, *how)
 
     run.rollout.collect = losing_an_engine
     await run.go()

@@ -55,11 +55,11 @@ async def test_a_group_that_is_too_old_is_played_again_while_others_still_play(t
     rollout, clock, events, shown = FakeRollout(16), asyncio.get_running_loop(), [], []
     played = rollout.collect
 
-    async def collect(request, on_episode=None, stop=None):
+    async def collect(request, *how):
         events.append((request.first, clock.time() - began))
         first_time = sum(place == request.first for place, _ in events) == 1
         rollout.engines.version = -5 if request.first == 1 and first_time else 0
-        result = await played(request, on_episode)
+        result = await played(request, *how)
         result.seconds = 5.0 if request.first == 0 else 1.0
         await asyncio.sleep(result.seconds)
         return result

@@ -13,11 +13,13 @@ import pytest
 pytest.importorskip("ray")
 
 import ray
+from rollout_config import rollout_config
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Device, Host, Inventory
 from megatron_fleet.cluster.placement import EnginePlace
 from megatron_fleet.rollout import actors
-from megatron_fleet.rollout.actors import ActorSettings, engine_options
+from megatron_fleet.rollout.actors import ActorSettings, engine_options, worker_options
+from megatron_fleet.rollout.collector import Collector
 from megatron_fleet.rollout.components import ComponentLost
 
 GPUS = tuple(Device(i, f"GPU-{i:04d}", "H100", 80 << 30) for i in range(4))
@@ -48,6 +50,17 @@ def test_an_engine_is_bound_to_its_node_and_sees_its_devices_only(monkeypatch):
     assert variables["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"] == "1"
     assert variables["PATH"].startswith(f"{sys.prefix}/bin:")  # ninja
     assert (SETTINGS.engine_host(0), SETTINGS.engine_host(1)) == ("10.0.0.1", "10.0.0.2")
+
+
+@pytest.mark.parametrize(("episodes", "workers"), [(3000, 1), (4096, 2)])
+def test_a_worker_answers_calls_besides_all_its_episodes(monkeypatch, episodes, workers):
+    """By default Ray lets 1,000 calls of an actor run at once."""
+    monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.1", "a"), node("10.0.0.2", "b")])
+    config = rollout_config(Path("none"), episodes_in_flight=episodes, workers=workers)
+    options = worker_options(config, SETTINGS, 0)
+    collector = Collector(config.rollout, config.env, [], [object() for _ in range(workers)], None)
+    assert options["max_concurrency"] > max(collector._free.values()) >= episodes / workers
+    assert options["scheduling_strategy"].node_id in ("a" * 56, "b" * 56)
 
 
 def test_a_host_that_left_the_cluster_is_named(monkeypatch):
