@@ -32,6 +32,10 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
     "modes": ("loop/batches.py", "loop/train.py", "rollout", "algorithms"),
     "offload": ("trainer/megatron/offload.py",),
     "packing": ("trainer/packing",),
+    "peers": (
+        "agents", "algorithms", "embedded_fleet", "envs", "loop/batches.py", "loop/train.py", "rollout",
+        "trainer/megatron/step.py", "trainer/packing",
+    ),
     "quant_kernels": ("weights/quant",),
     "quickstart": ("algorithms", "agents", "embedded_fleet", "trainer/megatron/step.py", "loop/train.py"),
     "report": ("analysis",),

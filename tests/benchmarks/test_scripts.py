@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from turns import in_turn
 from waiting import HANG_S
 
 pytest.importorskip("megatron_fleet.trainer.megatron")
+from megatron_fleet.config.load import load
+from megatron_fleet.models.chat.detection import make_renderer
+from megatron_fleet.models.chat.parser import ToolResult
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"
@@ -45,6 +49,8 @@ ELSEWHERE = {
     "modes.py": "benchmarks/test_scripts.py",
     "mutations.py": "test_mutations_benchmark.py",
     "packing.py": "trainer/test_pack_benchmark.py",
+    "peers.py": "benchmarks/test_scripts.py",
+    "peers_trl.py": "benchmarks/test_scripts.py",
     "rollout.py": "rollout/test_rollout_benchmark.py",
     "rollout_roles.py": "rollout/test_rollout_benchmark.py",
     "simulator.py": "planning/test_planning_simulation.py",
@@ -141,6 +147,68 @@ def test_modes_are_measured_and_drawn(tmp_path):
     assert all(one["of_bound"] > 0.5 for one in report["speed"])
     assert all(0 <= one["pass_at_1_after"] <= 1 for one in report["learning"])
     assert "<svg" in (tmp_path / "modes.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly(minutes=2)
+@pytest.mark.skipif("MFLEET_TRL_PYTHON" not in os.environ, reason="names the interpreter of an environment with TRL")
+def test_both_sides_of_a_comparison_do_the_same(tmp_path):
+    pytest.importorskip("vllm")
+    small = ("rollout.prompts_per_step=4", "rollout.samples_per_prompt=4")
+    sizes = ("--rounds", "1", "--steps", "2", "--batch", "8", "--python", os.environ["MFLEET_TRL_PYTHON"])
+    report = run("peers.py", "--out", str(tmp_path), *sizes, "--", *small)
+    ours, trl = (report["sides"][name] for name in ("ours", "trl"))
+    assert report["sources"] and report["ratio"] > 0 and report["episodes_per_step"] == 16
+    for name in ("tokens", "turns"):
+        assert 0.6 < trl["untrained"][name] / ours["untrained"][name] < 1.6, name
+
+
+def test_a_comparison_gives_trl_our_prompts_and_tools(tmp_path):
+    import peers
+    import peers_trl
+    from transformers import AutoTokenizer
+
+    config = load(["experiment=quickstart", *peers.COMMON, "run.steps=3", f"run.out={tmp_path}"])
+    plan = json.loads(json.dumps(peers.plan(config, batch=16, more={})))
+    assert len(plan["rows"]) == 48 and plan["tools"].keys() == {"tickets", "booking", "ledger"}
+    tokenizer = AutoTokenizer.from_pretrained(plan["model"])
+    tokenizer.chat_template = plan["template"]
+    renderer = make_renderer(plan["model"], thinking=True)
+    for row in plan["rows"]:
+        kind = peers_trl.environment(plan["tools"][row["environment"]])
+        names = [name for name, _ in inspect.getmembers(kind, inspect.isfunction) if not name.startswith("_")]
+        assert {*names} == {"reset", *(tool["function"]["name"] for tool in plan["tools"][row["environment"]])}
+        said = tokenizer.apply_chat_template(
+            row["prompt"], tools=[getattr(kind("", None), name) for name in names if name != "reset"],
+            add_generation_prompt=True, return_dict=False,
+        )  # fmt: skip
+        system, user = (message["content"] for message in row["prompt"])
+        tools = plan["tools"][row["environment"]]
+        assert said == renderer.initial(system.partition("\n\n# Tools")[0], tools, user)
+    call = {"type": "function", "function": {"name": "list_accounts", "arguments": {}}}
+    talk = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    before = tokenizer.apply_chat_template(talk, return_dict=False)
+    results = [ToolResult("list_accounts", text, number) for number, text in enumerate(("kind\ncash", "none"))]
+    talk += [{"role": "tool", "name": result.name, "content": result.text} for result in results]
+    after = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
+    end = tokenizer.eos_token_id
+    assert after[: len(before)] == before
+    assert after[len(before) - 1 :] == renderer.observation(results, end)
+
+
+@pytest.mark.parametrize(
+    ("message", "answer"),
+    [
+        ({"content": " Ana <done>"}, "Ana"),
+        ({"content": "Ana"}, None),
+        ({"content": "Ana <done>", "tool_calls": [{}]}, None),
+        ({"role": "tool", "content": "<done>"}, None),
+    ],
+)
+def test_the_final_answer_of_trl_is_that_before_the_tag(message, answer):
+    import peers_trl
+
+    assert peers_trl.final_answer([{"role": "assistant", **message}]) == answer
 
 
 def run(name: str, *arguments: str):
