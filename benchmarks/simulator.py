@@ -90,11 +90,13 @@ def measure(folder: Path) -> Measured:
         "colocated": bool(engine.colocated),
     }
     different = {key: mode[key] for key, value in WAITING.items() if mode[key] != value}
+    shares = not engine.colocated and rollout.max_staleness > 0
+    words = [f"{key}={value}" for key, value in different.items()] + ["apart"] * shares
     return Measured(
-        name=" ".join(f"{key}={value}" for key, value in different.items()) or "waiting for every episode",
+        name=" ".join(words) or "waiting for every episode",
         mode=mode,
         waits=not different,
-        shares=not engine.colocated and rollout.max_staleness > 0,
+        shares=shares,
         steps=len(rows),
         step_s=_mean(rows, "timing/step"),
         rollout_s=_mean(rows, "timing/generate"),
@@ -119,19 +121,17 @@ def simulated(setup: Setup, steps: int) -> float:
 
 
 def machine(one: Measured, contention: float) -> Setup:
-    """The simulated machine that plays the waiting run in its time.
+    """The simulated machine on which the waiting run was played.
 
-    A "token" is a second of an episode. Its pace is the one at which the rollout takes as long as it took; it does not
-    depend on the number of episodes: engines on a CPU take about as long for a step however few sequences it has.
+    A "token" is a second of an episode, and passes in a second whatever the number of episodes: engines on a CPU take
+    about as long for a step however few sequences it has.
     """
-    base = Setup(
+    return Setup(
         token_s=lambda _: 1.0,
-        lengths=one.episodes_s, waiting_s=one.tools_s, waiting_sigma=0.0, trainer_s=0.0, sync_s=0.0, failures=0.0,
+        lengths=one.episodes_s, waiting_s=one.tools_s, waiting_sigma=0.0, failures=0.0, sync_s=one.sync_s,
+        trainer_s=max(0.0, one.step_s - one.rollout_s - one.sync_s),
         tool_left_s=one.tool_left_s, contention=contention, **one.mode,
     )  # fmt: skip
-    pace = one.rollout_s / simulated(base, one.steps)
-    trainer = max(0.0, one.step_s - one.rollout_s - one.sync_s)
-    return replace(base, token_s=lambda _: pace, trainer_s=trainer, sync_s=one.sync_s)
 
 
 def merged(runs: Sequence[Measured]) -> Measured:

@@ -77,9 +77,6 @@ def derived(results: Mapping[str, Result]) -> dict[str, Any]:
         "own_s": median(sync["own_s"]),
         "quickstart_rows": quickstart_rows(results["quickstart"].values),
         "speed_rows": speed_rows(modes),
-        "learning_rows": learning_rows(modes),
-        "learning_steps": modes["learning"][0]["steps"],
-        "learning_before": fmean(run["pass_at_1_before"] for run in modes["learning"]),
         "packing_rows": packing_rows(packing),
         "logprob_rows": logprob_rows(results["logprob_memory"].values),
         "counts_tables": counts_tables(results["counts"].values),
@@ -118,15 +115,6 @@ def speed_rows(report: Mapping[str, Any]) -> str:
             f"| {mode} | {mean['step_s']:.1f} s | {bounds} | {mean['trained_tokens_per_s'] / waiting:.2f} | "
             f"{mean['staleness_mean']:.2f} | {again:.1f} |"
         )
-    return "\n".join(lines)
-
-
-def learning_rows(report: Mapping[str, Any]) -> str:
-    """A line for each mode: held-out pass@1 after the run of each seed, and their mean."""
-    lines = []
-    for mode in dict.fromkeys(run["mode"] for run in report["learning"]):
-        after = [run["pass_at_1_after"] for run in report["learning"] if run["mode"] == mode]
-        lines.append(f"| {mode} | {' | '.join(f'{each:.3f}' for each in after)} | {fmean(after):.3f} |")
     return "\n".join(lines)
 
 

@@ -120,6 +120,11 @@ class _Group:
     dropped: bool = False
 
     @property
+    def left(self) -> int:
+        """Number of episodes that have not ended."""
+        return len(self.lengths) - len(self.versions)
+
+    @property
     def missing(self) -> list[int]:
         """Places of the episodes that have not ended."""
         return [place for place in range(len(self.lengths)) if place not in self.versions]
@@ -393,7 +398,7 @@ class Simulation:
         chosen = self._choose()
         if len(chosen) < self._size:
             return
-        if self._setup.unfinished == "wait" and any(group.missing for group in self._groups):
+        if self._setup.unfinished == "wait" and any(group.left for group in self._groups):
             return
         self._groups = [group for group in self._groups if group not in chosen]
         for group in chosen:
@@ -419,12 +424,11 @@ class Simulation:
         last = None if s.window is None else (self._done // s.window + 1) * s.window
         eligible = [group for group in self._groups if last is None or group.step < last]
         for group in eligible:
-            if not group.missing:
-                for place in (old := self._too_old(group, self._version)):
+            if not group.left and self._version > s.staleness and (old := self._too_old(group, self._version)):
+                for place in old:
                     del group.versions[place]
-                if old:
-                    self._again(group, old)
-        return [group for group in eligible if not group.missing][: self._size]
+                self._again(group, old)
+        return [group for group in eligible if not group.left][: self._size]
 
     def _too_old(self, group: _Group, version: int) -> list[int]:
         """Places of the episodes that are too old for an update of ``version``."""
@@ -436,12 +440,12 @@ class Simulation:
             self._clear(engine)
         self._queue.clear()
         for place, group in enumerate(self._groups):
-            if group.missing:
+            if group.left:
                 old = self._too_old(group, self._version + 1)
                 kept = {at: version for at, version in group.versions.items() if at not in old}
                 group.dropped = True
                 again = self._groups[place] = _Group(group.step, group.lengths, kept)
-                self._counts["replayed"] += len(again.missing)
+                self._counts["replayed"] += again.left
                 self._queue += [_Episode(again, at) for at in again.missing]
 
     def _plan_trainer(self) -> None:
@@ -493,7 +497,8 @@ class Simulation:
         """Slow down what shares processors, from now on."""
         if self._setup.contention == 1.0:
             return
-        factor = self._setup.contention if self._training and self._active else 1.0
+        both = self._training and self._active and not self._setup.colocated
+        factor = self._setup.contention if both else 1.0
         if factor == self._factor:
             return
         for engine in self._engines:

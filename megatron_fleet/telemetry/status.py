@@ -126,10 +126,10 @@ class RunStatus:
         engines: in order.
         environments: by key, see `EnvironmentStatus`.
         playing, waiting: episodes that workers have, and that wait for a worker.
-        allowed: episodes that may play now; ``None``: the number does not follow the engines' load.
         memory: resident bytes of the run's processes on the controller's host by kind (``controller``, ``ranks``,
             ``rollout``), and of the host ``host_used`` and ``host_total``.
         alerts: the newest warnings, oldest first.
+        allowed: episodes that may play now; ``None``: the number does not follow the engines' load.
     """
 
     name: str
@@ -147,9 +147,9 @@ class RunStatus:
     environments: dict[str, EnvironmentStatus] = field(default_factory=dict)
     playing: Count = 0
     waiting: Count = 0
-    allowed: Count | None = None
     memory: dict[str, Count] = field(default_factory=dict)
     alerts: list[Alert] = field(default_factory=list)
+    allowed: Count | None = None
 
     def write(self, out: Path) -> None:
         """Replace the file in ``out``."""

@@ -277,7 +277,6 @@ async def test_a_failure_that_nobody_waited_for_does_not_disturb_the_end():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["eval.overlap=true", "rollout.engine.colocated=true"], "engines sleep"),
         (["eval.upload=/tmp/somewhere"], "not an address in an object store"),
         (["eval.upload=s3://"], "not an address in an object store"),
     ],
@@ -285,7 +284,9 @@ async def test_a_failure_that_nobody_waited_for_does_not_disturb_the_end():
 def test_settings_that_cannot_work_are_refused(overrides, words):
     with pytest.raises(UserError, match=words):
         validate.check(load([*TINY, *overrides]))
-    validate.check(load([*TINY, "eval.overlap=true", "eval.upload=s3://bucket/a", "eval.budget_s=5"]))
+    for colocated in ("false", "true"):
+        overlapped = ("eval.overlap=true", f"rollout.engine.colocated={colocated}")
+        validate.check(load([*TINY, *overlapped, "eval.upload=s3://bucket/a", "eval.budget_s=5"]))
 
 
 def test_the_shipped_choices_load():

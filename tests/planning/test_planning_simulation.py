@@ -199,7 +199,7 @@ def run_folder(folder: Path, staleness: int, step_s: float, train_s: float) -> P
     rows = [json.dumps({"step": step, **values}) for step in range(1, 13)]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "trajectories").mkdir()
-    seconds = {"seconds": 4.0, "generate_s": 4.0, "env_s": 0.0, "tool_calls": 1.0}
+    seconds = {"seconds": 8.0, "generate_s": 8.0, "env_s": 0.0, "tool_calls": 1.0}
     episodes = [replace(trajectory(sample=sample), metrics=seconds) for sample in range(8)]
     for step in range(1, 13):
         (folder / "trajectories" / f"step_{step:06d}.parquet").write_bytes(encode(episodes))
@@ -218,7 +218,7 @@ def test_the_benchmark_plays_waiting_runs_in_their_time(tmp_path, monkeypatch, c
     assert first[:3] == ["waiting for every episode", "2", "15.0"] and abs(float(first[3]) / 15.0 - 1) < 0.03
     # 8 s of rollout, 6 of training and 1 of sync: the rollout is what is left to wait for. The trainer's 9 s, when both
     # are slower, are 3 more of it.
-    assert second[:3] == ["staleness=1", "1", "9.0"]
+    assert second[:3] == ["staleness=1 apart", "1", "9.0"]
     assert 8.0 < float(second[3]) - 3.0 * (train_s == 9.0) < 11.0
 
 

@@ -48,7 +48,7 @@ def test_tokens_are_the_same_and_a_large_batch_has_no_drafts(tmp_path):
     subprocess.run([sys.executable, __file__, str(model), str(tmp_path)], check=True, timeout=600)
     (alone, drafts, accepted, steps), (beside, few, *_, many) = json.loads((tmp_path / "results.json").read_text())
     assert alone == beside and len(alone) == TOKENS
-    assert drafts > 0 and steps <= TOKENS - accepted
+    assert drafts > 0 and accepted > 0 and steps < TOKENS * 0.5
     assert few < drafts / 4 and many >= TOKENS - 10
 
 
