@@ -73,7 +73,7 @@ def row(task: Task, config: Config) -> dict[str, Any]:
 
 
 def plan(config: Config, batch: int, more: Mapping[str, Any]) -> dict[str, Any]:
-    """What `peers_trl.py` is to train, without the server's address."""
+    """Return the settings and the dataset of TRL's run, as `peers_trl.py` reads them, without the server's address."""
     rollout, optimizer, model = config.rollout, config.policy.optimizer, Path(str(config.model.path))
     sampler = make_sampler(
         run_dataset(config).split.train, rollout.prompts_per_step, config.run.seed, config.data.mixture

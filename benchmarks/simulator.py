@@ -1,14 +1,14 @@
 """Compare the simulator of ``mfleet plan --simulate`` with real runs on this machine.
 
-The runs that wait for every episode tell how long episodes, the trainer and the weight sync take; the simulator then
+The durations of episodes, trainer and weight sync are those of the runs that wait for every episode. The simulator
 predicts the mean step of runs of the same traffic in other modes, and of these runs themselves. Goal: within 10 %.
 
     python benchmarks/modes.py --parts speed --out runs/modes
     python benchmarks/simulator.py runs/modes/speed_*
 
 Each is the folder of a finished run, with ``metrics.jsonl``, ``config.json`` and ``trajectories``; means are over the
-runs of a mode. Trainer and engines of one machine share processors and are slower while both work: by how much, the
-trainer's own seconds tell, of the runs with engines that are not colocated against those that wait.
+runs of a mode. Trainer and engines of one machine share processors and are slower while both work. The ratio is that
+of the trainer's own seconds, in the runs with engines that are not colocated, to those in the runs that wait.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
 Episodes play on engines that serve all of theirs at one speed, which falls with their number (`rollout.Engine`). As in
 `loop.batches`, groups of episodes are a stream: as many play as the batch needs, and ``ahead`` batches more; a batch
 takes those of its window that ended first; groups that still play continue, are restarted, or are waited for. Engines
-stand still while weights are synced; colocated ones also while the trainer works; episodes that wait for a tool go on
-waiting. An episode that fails is played again, as is one that is older than ``staleness`` versions, and takes as long
-again: lengths are the task's. An engine that is lost starts again, and its episodes elsewhere; a trainer that is lost
-repeats the steps since its last checkpoint.
+are paused while weights are synced; colocated ones also while the trainer works; tool calls continue during a pause.
+An episode that fails, or is older than ``staleness`` versions, is restarted with the same length, because lengths
+depend on the task. An engine that is lost starts again, and its episodes elsewhere; a trainer that is lost repeats the
+steps since its last checkpoint.
 
 The only state that events do not change is how far episodes are; engines keep it as one number, the tokens that each of
 their episodes has advanced, and episodes as the number at which they end. So events are few: a heap of times is enough,
@@ -39,7 +39,7 @@ class Setup:
         lengths: sampled tokens of episodes to draw from, ``[N]``, or of groups, ``[N, samples]``.
         waiting_s: mean seconds of an episode's tools, which `token_s` includes; what an episode waits longer delays it.
         waiting_sigma: standard deviation of the logarithm of that time.
-        tool_left_s: mean seconds that a tool that works at some moment will still take.
+        tool_left_s: mean remaining seconds of a tool call that is running at a random moment.
         episodes: of a step.
         samples: episodes of a group.
         trainer_s, sync_s: seconds of the trainer's work of a step, and of a weight sync.
@@ -47,7 +47,7 @@ class Setup:
         ahead: batches that play besides the one that is waited for; ``None``: ``staleness``.
         window: steps among which groups may change places; ``None``: any.
         unfinished: what becomes of groups that play when a batch is full.
-        colocated: engines stand still while the trainer works.
+        colocated: engines are paused while the trainer works.
         failures: share of episodes that fail and are played again.
         mtbf_hours: mean hours between two failures of one GPU; 0: none fails.
         gpus_of_engine, gpus_of_trainer: for the rate of failures.
@@ -163,7 +163,7 @@ class Simulation:
         self._setup, self._random = setup, np.random.default_rng(seed)
         self._speed: dict[int, float] = {}
         self._waits = setup.waiting_s / float(np.mean(setup.lengths))  # seconds of tools for each token
-        self._still_since = 0.0
+        self._paused_at = 0.0
         self._engines = [_Engine() for _ in range(setup.engines)]
         self._queue: deque[_Episode] = deque()
         self._delayed: dict[int, _Episode] = {}
@@ -241,8 +241,8 @@ class Simulation:
     # Episodes and engines.
 
     @property
-    def _still(self) -> bool:
-        """Whether engines stand still."""
+    def _paused(self) -> bool:
+        """Whether the engines are paused."""
         return self._syncing or (self._setup.colocated and self._training)
 
     def _launch(self) -> None:
@@ -272,7 +272,7 @@ class Simulation:
 
     def _fill(self, among: Iterable[int] | None = None) -> None:
         """Give queued episodes to the engines with the fewest; ``None``: among all."""
-        if self._still or not self._queue:
+        if self._paused or not self._queue:
             return
         slots, engines = self._setup.slots, self._engines
         indices = range(len(engines)) if among is None else among
@@ -300,7 +300,7 @@ class Simulation:
 
     def _advance(self, engine: _Engine) -> None:
         """Bring an engine's progress up to now."""
-        if engine.playing and not self._still and not engine.lost:
+        if engine.playing and not self._paused and not engine.lost:
             engine.passed += (self._now - engine.at) / self._token_s(len(engine.playing))
         engine.at = self._now
 
@@ -314,16 +314,16 @@ class Simulation:
             self._speed[episodes] = self._setup.token_s(episodes)
         return self._speed[episodes]
 
-    def _stand_still(self) -> None:
-        """Stop engines from now on."""
-        if not self._still:
+    def _pause(self) -> None:
+        """Pause the engines."""
+        if not self._paused:
             for engine in self._engines:
                 self._advance(engine)
-            self._still_since = self._now
+            self._paused_at = self._now
 
-    def _stood_still(self) -> None:
-        """Let engines play again. Episodes that were waiting for a tool went on waiting, as long as the pause was."""
-        pause, left = self._now - self._still_since, self._setup.tool_left_s
+    def _resume(self) -> None:
+        """Resume the engines. Episodes that were waiting for a tool have progressed during the pause."""
+        pause, left = self._now - self._paused_at, self._setup.tool_left_s
         waited = pause * left / (pause + left) if left else 0.0
         for engine in self._engines:
             engine.at = self._now
@@ -335,7 +335,7 @@ class Simulation:
         """Plan the end of an engine's next episode; an earlier plan no longer counts."""
         engine = self._engines[index]
         engine.timer += 1
-        if engine.playing and not self._still and not engine.lost:
+        if engine.playing and not self._paused and not engine.lost:
             left = max(0.0, engine.playing[0][0] - engine.passed)
             self._later(left * self._token_s(len(engine.playing)), "episode", index, engine.timer)
 
@@ -405,7 +405,7 @@ class Simulation:
             self._staleness += sum(self._version - version for version in group.versions.values())
             self._counts["episodes"] += len(group.versions)
         if self._setup.colocated:
-            self._stand_still()
+            self._pause()
         self._training = True
         if self._setup.unfinished == "again":
             self._stop()
@@ -454,7 +454,7 @@ class Simulation:
             self._later(self._work_left * self._factor, "trained", 0, self._trainer_timer)
 
     def _trained(self) -> None:
-        self._stand_still()
+        self._pause()
         self._training, self._syncing = False, True
         for index in range(len(self._engines)):
             self._plan(index)
@@ -462,7 +462,7 @@ class Simulation:
         self._later(self._setup.sync_s, "synced", 0, self._trainer_timer)
 
     def _synced(self) -> None:
-        self._stood_still()
+        self._resume()
         self._syncing = False
         self._version += 1
         self._done += 1

@@ -22,7 +22,7 @@ from megatron_fleet.rollout.monitor import RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
 CHECK_AFTER_S = 0.05
-"""Seconds from the first lost episode to a check of the components, which answers for those that are lost meanwhile."""
+"""Seconds from the first lost episode to the check of all components; episodes lost in between share that check."""
 
 
 class _Running:
@@ -41,7 +41,7 @@ class _Running:
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def take(self, most: int) -> list[EpisodeSpec]:
-        """Take episodes to play now, see `Collection.take`; tells of the first ones."""
+        """Take episodes to play now, see `Collection.take`; calls ``on_start`` when it takes the first."""
         specs = self.collection.take(most)
         if specs and self._on_start is not None:
             self._on_start()
@@ -232,7 +232,7 @@ class Collector:
             running.record(running.collection.ended, spec, trajectory)
 
     async def _check_components(self) -> None:
-        """Check engines and policies before a lost episode is issued again, which a dead one would fail immediately and
+        """Check engines and policies before a lost episode is issued again: a dead engine would fail it immediately and
         repeatedly. Episodes that are lost within ``CHECK_AFTER_S`` share a check.
         """
         if self._checking is None:

@@ -145,6 +145,18 @@ def test_tools_are_not_slowed_by_shared_processors():
     assert alone < shared < computing
 
 
+def test_colocated_engines_share_no_processor_with_the_trainer():
+    """They sleep while it works."""
+    colocated = replace(TAILED, staleness=2)
+    assert Simulation(replace(colocated, contention=3.0)).play(20) == Simulation(colocated).play(20)
+
+
+def test_engines_are_filled_again_during_updates_where_any_group_may_come_next():
+    apart = replace(TAILED, staleness=9, ahead=1.0, colocated=False, trainer_s=2.0, slots=4)
+    refilled, not_refilled = (Simulation(replace(apart, window=w)).play(60) for w in (None, 1000))
+    assert refilled.step_s < not_refilled.step_s
+
+
 def test_tools_go_on_while_colocated_engines_stand_still():
     """Episodes that only wait for a tool are as fast as if there were no update."""
     ahead = replace(TAILED, staleness=6, ahead=1.0, window=None, trainer_s=4.0, waiting_sigma=0.0)

@@ -173,6 +173,22 @@ async def test_more_episodes_begin_only_when_engines_have_room():
     assert result.accounting.known == 200
 
 
+async def test_a_collection_starts_once_when_its_first_episode_has_a_place():
+    worker, started = Worker(), []
+    collector = collector_of(worker, episodes=1)
+    first, second = (
+        asyncio.create_task(
+            collector.collect(request(tasks=1, samples=8, step=n), on_start=lambda n=n: started.append(n))
+        )
+        for n in (1, 2)
+    )
+    await until(lambda: len(worker.began) == 1 + LOOKAHEAD)
+    assert started == [1]
+    worker.end(16)
+    await asyncio.wait_for(asyncio.gather(first, second), HANG_S)
+    assert started == [1, 2]
+
+
 async def test_groups_of_a_step_begin_with_the_longest_and_later_steps_and_evaluations_wait():
     worker = Worker()
     collector = collector_of(worker, episodes=1)

@@ -315,7 +315,7 @@ async def test_a_collection_that_is_cancelled_is_aborted_on_every_worker(tmp_pat
 
 
 async def test_a_collection_over_its_budget_has_what_was_played(tmp_path):
-    collector, slots, _ = await opened(tmp_path, workers=1, episodes_in_flight=2)
+    collector, slots, engine = await opened(tmp_path, workers=1, episodes_in_flight=2)
     actor, gate = slots[0].made[0], asyncio.Event()
 
     async def play(given):
@@ -330,6 +330,7 @@ async def test_a_collection_over_its_budget_has_what_was_played(tmp_path):
     actor.play, actor.abort = SimpleNamespace(remote=play), SimpleNamespace(remote=abort)
     result = await collector.collect(replace(request(tasks=3, samples=1), budget_s=0.2))
     assert result.accounting.known == 1 and result.accounting.unstarted + result.accounting.unknown == 2
+    assert engine.checks == 0  # nothing was lost
 
 
 async def test_closing_fails_what_runs(tmp_path):
