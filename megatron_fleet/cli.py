@@ -186,6 +186,8 @@ def _add_run_commands(commands: Any) -> None:
     rank = commands.add_parser("rank", help="run one rank, under torchrun or srun; see docs/run/cluster.md")
     rank.set_defaults(run=_rank)
     node = commands.add_parser("node", help="run one host of a run with cluster.nodes; see docs/run/cluster.md")
+    alone = "this host gets engines only; it may join and leave while the run goes on (rollout.engine.replicas=auto)"
+    node.add_argument("--rollout-only", action="store_true", help=alone)
     node.set_defaults(run=_node)
 
 
@@ -300,7 +302,7 @@ def _rank(args: argparse.Namespace) -> NoReturn:
 def _node(args: argparse.Namespace) -> int:
     from megatron_fleet.cluster.node_process import main as node
 
-    return node(os.environ)
+    return node(os.environ, args.rollout_only)
 
 
 def _load(args: argparse.Namespace) -> Config:

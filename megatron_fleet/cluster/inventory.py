@@ -51,6 +51,7 @@ class Host:
         devices: empty: it computes on its CPU. The host's i-th rank uses the i-th device.
         ranks: the ranks that run here, in the order of their local ranks; ``None``: `placement.place` decides.
         rollout: engines and episode workers can run here.
+        rollout_only: it has engines only, and may join and leave at any time; it is never part of an inventory.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Host:
     devices: tuple[Device, ...] = ()
     ranks: tuple[int, ...] | None = None
     rollout: bool = True
+    rollout_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)

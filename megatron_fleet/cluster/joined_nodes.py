@@ -6,6 +6,7 @@ Node to controller, as frames of `cluster.frames`, after the hello of `cluster.h
     ["ended", attempt, rank, words]         a rank has ended; words describe how
     ["stopped", attempt]                    no rank is left
     ["left"]                                nothing of Ray is left
+    ["leaving"]                             a host with engines only asks for its release
     ["stacks", text]                        see `platform.processes.stacks`
 
 Controller to node::
@@ -25,11 +26,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from megatron_fleet.cluster import frames
 from megatron_fleet.cluster.inventory import Device, Host
@@ -52,6 +53,10 @@ RAY_SETTINGS = {
 """Environment variables of Ray's processes on each host."""
 STACKS_S = 120.0
 """Seconds that a node has to read the stacks of its processes."""
+_NOT_ELASTIC = (
+    "it is to have engines only (--rollout-only), for which the run needs rollout.engine.replicas=auto and "
+    "rollout.engine.colocated=false."
+)
 ANSWER_S = 15.0
 """Seconds that a node has to answer a request, in addition to the request's own deadline."""
 
@@ -89,20 +94,21 @@ class RanksOfHost:
 
 
 def host_to_plain(host: Host) -> dict[str, Any]:
-    """Convert name, address and devices of a host for a frame."""
-    return {"name": host.name, "address": host.address, "devices": [asdict(device) for device in host.devices]}
+    """Convert name, address, devices and ``rollout_only`` of a host for a frame."""
+    devices = [asdict(device) for device in host.devices]
+    return {"name": host.name, "address": host.address, "devices": devices, "rollout_only": host.rollout_only}
 
 
 def host_from_plain(value: Any) -> Host:
     """Invert `host_to_plain`. Raises ValueError for anything else."""
     try:
         devices = tuple(Device(**device) for device in value["devices"])
-        name, address = value["name"], value["address"]
+        name, address, rollout_only = value["name"], value["address"], value["rollout_only"]
     except (TypeError, KeyError) as error:
         raise ValueError(str(error)) from None
-    if not isinstance(name, str) or not isinstance(address, str):
+    if not isinstance(name, str) or not isinstance(address, str) or not isinstance(rollout_only, bool):
         raise ValueError("fields of wrong types")
-    return Host(name, address, devices)
+    return Host(name, address, devices, rollout_only=rollout_only)
 
 
 class _Link:
@@ -126,18 +132,42 @@ class _Link:
         self._writer.close()
 
 
-class Nodes:
-    """Hosts that run `mfleet node`. A lost one may reconnect."""
+class RolloutHosts(Protocol):
+    """Receiver of the hosts with engines only, which come and go."""
 
-    def __init__(self, count: int, logs: Path, timeout_s: float, model: str = "") -> None:
+    async def add_host(self, host: Host) -> None:
+        """Start engines on a host that is joining Ray."""
+        ...
+
+    async def release_host(self, name: str) -> None:
+        """Move the requests of a host's engines to others, because the host leaves; returns when it may."""
+        ...
+
+    async def remove_host(self, name: str) -> None:
+        """Do without a host that is gone."""
+        ...
+
+
+class Nodes:
+    """Hosts that run `mfleet node`. A lost one may reconnect.
+
+    Attributes:
+        rollout_hosts: told of the hosts with engines only; ``None``: not yet.
+    """
+
+    def __init__(self, count: int, logs: Path, timeout_s: float, model: str = "", elastic: bool = False) -> None:
         """Prepare for nodes.
 
         Args:
-            count: number of nodes that the run waits for.
+            count: number of nodes that the run waits for; those with engines only do not count.
             timeout_s: seconds to wait for them.
             model: ``model.path``; nodes fetch it if it is a hub id.
+            elastic: hosts with engines only are admitted.
         """
         self._count, self._logs, self.timeout_s, self._model = count, logs, timeout_s, model
+        self._elastic = elastic
+        self.rollout_hosts: RolloutHosts | None = None
+        self._changes: set[asyncio.Task[None]] = set()
         self._links: dict[str, _Link] = {}
         self._known: dict[str, Host] = {}
         self._changed = asyncio.Condition()
@@ -151,7 +181,9 @@ class Nodes:
             link.close()
             return
         name = link.host.name
-        self._links[name], self._known[name] = link, link.host
+        self._links[name] = link
+        if not link.host.rollout_only:
+            self._known[name] = link.host
         await link.send("welcome", str(self._logs.absolute()), self._model)
         if self._head is not None:
             await self._join(link)
@@ -159,6 +191,8 @@ class Nodes:
         await self._read(link)
         if self._links.get(name) is link:
             del self._links[name]
+            if link.host.rollout_only and self.rollout_hosts is not None:
+                await self.rollout_hosts.remove_host(name)
         await self._notify()
 
     async def hosts(self) -> list[Host]:
@@ -202,6 +236,9 @@ class Nodes:
 
     async def close(self) -> None:
         """Make all nodes exit."""
+        self.rollout_hosts = None
+        for change in self._changes:
+            change.cancel()
         await asyncio.gather(*(link.send("quit") for link in self._links.values()))
         await self.wait(lambda: not self._links, ANSWER_S)
         for link in self._links.values():
@@ -212,6 +249,18 @@ class Nodes:
         head, own = self._head
         if link.host.name != own:
             await link.send("join", asdict(head))
+        if link.host.rollout_only and self.rollout_hosts is not None:
+            self._begin(self.rollout_hosts.add_host(link.host))
+
+    async def _release(self, link: _Link) -> None:
+        if self.rollout_hosts is not None:
+            await self.rollout_hosts.release_host(link.host.name)
+        await link.send("quit")
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._changes.add(task)
+        task.add_done_callback(self._changes.discard)
 
     async def _read(self, link: _Link) -> None:
         with suppress(ValueError):  # a malformed frame is handled like a lost connection
@@ -221,6 +270,8 @@ class Nodes:
                         link.ended[attempt, rank] = words
                     case ["stacks", str(text)]:
                         link.stacks = text
+                    case ["leaving"]:
+                        self._begin(self._release(link))
                     case _:
                         link.answers.add(tuple(frame))
                 await self._notify()
@@ -232,6 +283,8 @@ class Nodes:
                 f"a host that calls itself {host.name} is there already, at {self._links[host.name].host.address}; "
                 f"start one `mfleet node` on each host, and give hosts names of their own."
             )
+        if host.rollout_only:
+            return None if self._elastic else _NOT_ELASTIC
         if host.name not in self._known and len(self._known) == self._count:
             return f"the run has its {self._count} hosts (cluster.nodes): {', '.join(self._known)}."
         if self._known.get(host.name, host) != host:

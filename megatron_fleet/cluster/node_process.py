@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,30 +37,47 @@ CONTROLLER_GONE = 3
 """Exit status of a node whose controller died."""
 MAX_RAY_RESTARTS = 10
 """Within an hour. Ray gives a node 30 s to register, which is too little on a host that is very busy."""
+RELEASE_S = 20.0
+"""Seconds to wait for the release of a host with engines only; cloud providers announce a preemption 30 s or more
+before it."""
 READ_LIMIT = 1 << 20
 
 
-def main(environ: Mapping[str, str]) -> int:
+def main(environ: Mapping[str, str], rollout_only: bool = False) -> int:
     """Serve as a host of the run whose controller ``environ`` names; returns the exit status.
+
+    Args:
+        rollout_only: this host gets engines only, and may join and leave at any time.
 
     Raises:
         UserError: the environment has no controller address, nothing answers there, or it refuses this host.
     """
     address, token = controller_address(environ)
     (host,) = local_inventory(environ, alone=False).hosts
-    return asyncio.run(_until_stopped(_serve(address, token, host)))
+    host = replace(host, rollout_only=rollout_only)
+    leaving = asyncio.Event() if rollout_only else None
+    return asyncio.run(_until_stopped(_serve(address, token, host, leaving), leaving))
 
 
-async def _until_stopped(work: Any) -> int:
-    """Run ``work``; SIGINT or SIGTERM ends it and everything it started. Returns the exit status."""
+async def _until_stopped(work: Any, leaving: asyncio.Event | None = None) -> int:
+    """Run ``work``; SIGINT or SIGTERM ends it and everything it started. Returns the exit status.
+
+    Args:
+        leaving: set at the first signal instead; a second one, or ``RELEASE_S``, ends ``work``.
+    """
     task, received = asyncio.ensure_future(work), []
+    loop = asyncio.get_running_loop()
 
     def stop(number: signal.Signals) -> None:
         received.append(number)
-        task.cancel()
+        if leaving is not None and len(received) == 1:
+            leaving.set()
+            loop.call_later(RELEASE_S, task.cancel)
+        else:
+            task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        loop.add_signal_handler(number, stop, number)
     try:
         return await task
     except asyncio.CancelledError:
@@ -69,7 +86,7 @@ async def _until_stopped(work: Any) -> int:
         return 128 + received[0]
 
 
-async def _serve(address: str, token: str, host: Host) -> int:
+async def _serve(address: str, token: str, host: Host, leaving: asyncio.Event | None = None) -> int:
     reader, writer = await _dial(address)
     frames.keep_alive(writer.get_extra_info("socket"))
     try:
@@ -83,9 +100,12 @@ async def _serve(address: str, token: str, host: Host) -> int:
     say(f"mfleet node: {host.name} ({host.address}) has joined the run at {address}", sys.stderr)
     await asyncio.to_thread(fetch, answer[2])  # the processes that are started here get no HF_TOKEN
     node = Node(host, Path(answer[1]), writer)
+    asking = None if leaving is None else asyncio.create_task(node.ask_for_release(leaving))
     try:
         return await node.obey(reader)
     finally:
+        if asking is not None:
+            asking.cancel()
         await node.close()
         writer.close()
 
@@ -161,6 +181,12 @@ class Node:
                     return 0
         self._say("the controller is gone")
         return CONTROLLER_GONE
+
+    async def ask_for_release(self, leaving: asyncio.Event) -> None:
+        """Ask for the release of this host, once ``leaving`` is set."""
+        await leaving.wait()
+        self._say("this host leaves the run; its engines' requests move to others")
+        self._tell("leaving")
 
     async def close(self) -> None:
         """Kill everything that was started here immediately."""

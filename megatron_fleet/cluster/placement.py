@@ -27,14 +27,14 @@ class PlacementRequest:
     """Settings of a configuration that determine the placement.
 
     Attributes:
-        engines: number of engines.
+        engines: number of engines; ``None``: as many as there is room for.
         tensor_parallel: devices of each engine.
         colocated: engines use the ranks' devices; ``None``: true on GPUs, false on CPUs.
         transport: transport of the weight sync; ``auto``: chosen by the placement.
     """
 
     ranks: int
-    engines: int = 1
+    engines: int | None = 1
     tensor_parallel: int = 1
     colocated: bool | None = None
     transport: str = AUTO
@@ -42,7 +42,8 @@ class PlacementRequest:
     @classmethod
     def of(cls, ranks: int, engine: EngineConfig) -> PlacementRequest:
         """Return the settings for a run. ``ranks``: of the trainer, see `Config.ranks`."""
-        replicas, tensor_parallel = engine.replicas, engine.tensor_parallel
+        replicas = None if engine.replicas == AUTO else engine.replicas
+        tensor_parallel = engine.tensor_parallel
         if ranks == 0:
             transport = "message" if engine.transport == AUTO else engine.transport
             return cls(0, replicas, tensor_parallel, colocated=False, transport=transport)
@@ -51,7 +52,8 @@ class PlacementRequest:
     @classmethod
     def of_evaluation(cls, engine: EngineConfig) -> PlacementRequest:
         """Return the settings for engines without a trainer."""
-        return cls(0, engine.replicas, engine.tensor_parallel, colocated=False)
+        replicas = None if engine.replicas == AUTO else engine.replicas
+        return cls(0, replicas, engine.tensor_parallel, colocated=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +111,9 @@ def place(inventory: Inventory, request: PlacementRequest) -> Placement:
     )
     controller = inventory.hosts[0].name
     hosts_in_use = {controller} | {rank.host for rank in ranks} | {engine.host for engine in engines}
-    transport = _transport(request.transport, cuda, colocated, len(hosts_in_use))
+    elastic = request.engines is None and not colocated
+    # Engines may be on further hosts later.
+    transport = _transport(request.transport, cuda, colocated, len(hosts_in_use) + elastic)
     return Placement(tuple(ranks), engines, colocated, transport)
 
 
@@ -176,7 +180,8 @@ def _engines_on_cpus(
     names = [host.name for host in hosts if host.rollout and (ranks_of[host.name] or not colocated)]
     if not names:
         raise UserError(_no_host_for_engines(hosts, ranks_of))
-    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(request.engines))
+    count = len(names) if request.engines is None else request.engines
+    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(count))
 
 
 def _no_host_for_engines(hosts: Sequence[Host], ranks_of: _RanksOf) -> str:
@@ -198,17 +203,21 @@ def _engines_on_devices(
         taken = len(ranks_of[host.name])
         free.append((host, host.devices[:taken] if colocated else host.devices[taken:]))
     # Round-robin: the n-th engine of every host comes before the (n+1)-th of any.
-    columns = [
-        [
-            EnginePlace(host.name, tuple(d.index for d in devices[i : i + size]))
-            for i in range(0, len(devices) - size + 1, size)
-        ]
-        for host, devices in free
-    ]
+    columns = [engines_on(host, devices, size) for host, devices in free]
     places = [place for turn in zip_longest(*columns) for place in turn if place is not None]
-    if len(places) >= request.engines:
+    least = request.engines if request.engines is not None else 1 if colocated or not request.ranks else 0
+    if len(places) >= least:
         return tuple(places[: request.engines])
     raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], request, colocated))
+
+
+def engines_on(host: Host, devices: Sequence[Device], tensor_parallel: int) -> list[EnginePlace]:
+    """Return places of engines on these devices of a host, as many as fit; a host without devices has one."""
+    size = tensor_parallel
+    if not host.devices:
+        return [EnginePlace(host.name, ())]
+    starts = range(0, len(devices) - size + 1, size)
+    return [EnginePlace(host.name, tuple(device.index for device in devices[i : i + size])) for i in starts]
 
 
 def _engines_do_not_fit(free: Sequence[tuple[str, int]], request: PlacementRequest, colocated: bool) -> str:
@@ -221,7 +230,7 @@ def _engines_do_not_fit(free: Sequence[tuple[str, int]], request: PlacementReque
     else:
         asked = AUTO if request.colocated is None else str(request.colocated).lower()
         whose = f"the ranks {'have' if colocated else 'leave free'} with rollout.engine.colocated={asked}"
-    wish = f"{_DEVICE_PARTS} = {request.engines} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
+    wish = f"{_DEVICE_PARTS} = {request.engines or 1} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
     if size > largest:
         return f"{wish}, and an engine cannot extend over several hosts; lower rollout.engine.tensor_parallel."
     return f"{wish}; lower one of them, give the run more GPUs, or change the ranks."

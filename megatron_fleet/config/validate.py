@@ -61,7 +61,7 @@ def _processes(c: Config) -> str | None:
     p, engine = c.parallel, c.rollout.engine
     counts = {
         f"parallel.tensor={p.tensor} × pipeline={p.pipeline} × context={p.context} × data={p.data}": p.world_size,
-        f"rollout.engine.replicas={engine.replicas} × tensor_parallel={engine.tensor_parallel}": engine.replicas
+        f"rollout.engine.replicas={engine.replicas} × tensor_parallel={engine.tensor_parallel}": engine.count
         * engine.tensor_parallel,
         "rollout.workers": c.rollout.workers,
         "cluster.nodes": c.cluster.nodes,

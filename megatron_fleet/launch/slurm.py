@@ -229,7 +229,9 @@ def _fewer_hosts(overrides: tuple[str, ...], hosts: int, fewest: int | None) -> 
         return {}
     config, found = load(list(overrides)), {}
     for count in range(fewest, hosts):
-        shares = {"parallel.data": config.parallel.data, "rollout.engine.replicas": config.rollout.engine.replicas}
+        shares = {"parallel.data": config.parallel.data}
+        if config.rollout.engine.replicas != "auto":
+            shares["rollout.engine.replicas"] = config.rollout.engine.replicas
         changed = []
         for key, value in shares.items():
             if value * count % hosts:

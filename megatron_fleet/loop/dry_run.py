@@ -77,11 +77,12 @@ def processes(config: Config) -> list[str]:
         f"ranks: {p.world_size} (tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data {p.data}), "
         f"CPU threads of each: {config.policy.threads or 'default'}"
     )
+    engines = "as many as there is room for" if r.engine.replicas == "auto" else r.engine.replicas
     vllm = f"vLLM, tensor parallel {r.engine.tensor_parallel} each"
     return [
         ranks if config.ranks else f"ranks: none, policy.trainer={config.policy.trainer}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
-        f"engines: {r.engine.replicas} ({vllm if r.sampler == VLLM else f'rollout.sampler={r.sampler}'})",
+        f"engines: {engines} ({vllm if r.sampler == VLLM else f'rollout.sampler={r.sampler}'})",
         f"episode workers: {r.workers} (up to {r.most_in_flight()} episodes in flight together)",
         f"environment server: {server or f'none, env.kind={config.env.kind}'}",
     ]

@@ -194,13 +194,15 @@ def probe_data(vocab: int, longest: int) -> list[Datum]:
 
 def compare(
     expected: Sequence[np.ndarray], engines: Sequence[Sequence[np.ndarray]], tolerance: float, version: int
-) -> float:
+) -> float | None:
     """Return the largest mean absolute difference of log-probs over the engines, in nats.
 
     Args:
         expected: the trainer's log-probs, float32 ``[T]`` each.
         engines: each engine's log-probs of the same sequences.
         tolerance: largest mean that is allowed.
+
+    Returns ``None`` without engines.
 
     Raises:
         RolloutFailed: the tolerance is exceeded, or a mean is not a number.
@@ -214,4 +216,4 @@ def compare(
                 f"{mean:.3g} nats on average, rollout.engine.probe_tolerance={tolerance:g} allowed; raise it if the "
                 f"engine computes in a lower precision, otherwise the update failed."
             )
-    return max(means)
+    return max(means, default=None)

@@ -56,7 +56,8 @@ async def open_hosts(config: Config, token: str) -> AsyncIterator[RunHosts]:
     listener = RankListener(token, None, config.ranks)
     nodes = None
     if cluster.nodes:
-        nodes = Nodes(cluster.nodes, Path(config.run.out, "logs"), cluster.join_timeout_s, config.model.path)
+        logs, elastic = Path(config.run.out, "logs"), config.rollout.engine.elastic
+        nodes = Nodes(cluster.nodes, logs, cluster.join_timeout_s, config.model.path, elastic)
     external = nodes is not None or cluster.ranks == "external"
     place = listen_at(os.environ) if external else ListenAt(LOOPBACK, 0, None)
     if nodes is not None:

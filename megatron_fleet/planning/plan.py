@@ -117,10 +117,24 @@ def make_plan(config: Config, gpu: Gpu, load: Workload) -> Plan:
     )
 
 
+def with_engines(config: Config) -> Config:
+    """Return ``config`` with a number of engines in place of ``rollout.engine.replicas=auto``: those that the ranks'
+    devices hold, or as many devices again where engines do not share them."""
+    engine = config.rollout.engine
+    if engine.replicas != "auto":
+        return config
+    replicas = max(1, config.parallel.world_size // engine.tensor_parallel)
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update={"engine": engine.model_copy(update={"replicas": replicas})})
+        }
+    )
+
+
 def devices_of(config: Config) -> int:
     """Return the number of GPUs of a run."""
     engine, ranks = config.rollout.engine, config.parallel.world_size
-    own = engine.replicas * engine.tensor_parallel
+    own = engine.count * engine.tensor_parallel
     return ranks + own if engine.colocated is False else max(ranks, own)
 
 

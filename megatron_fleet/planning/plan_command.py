@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_fleet.config.load import load
     from megatron_fleet.config.sections.hosted import HOSTED
     from megatron_fleet.planning.hardware import gpu_of
-    from megatron_fleet.planning.plan import make_plan
+    from megatron_fleet.planning.plan import make_plan, with_engines
     from megatron_fleet.planning.show import as_json, as_text, write_picture
     from megatron_fleet.planning.workload import Workload
 
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--price must be 0 or more, not {args.price:g}.")
     if args.search is not None and args.simulate is not None:
         raise UserError("--search and --simulate answer different questions; give one of them.")
-    config = load(args.overrides)
+    config = with_engines(load(args.overrides))
     validate.check(config)
     workload = Workload.of(
         config.rollout, config.env, args.tokens, args.sampled, args.turns, args.tool_seconds, args.accepted

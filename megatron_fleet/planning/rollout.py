@@ -87,8 +87,8 @@ class Engine:
         kv_tokens = cache_tokens(config, memory, gpu.memory)
         limits = {
             "rollout.engine.max_num_seqs": engine.sequences(config.rollout.episodes_in_flight),
-            "rollout.episodes_in_flight": math.ceil(config.rollout.most_in_flight() / engine.replicas),
-            "episodes that may play": math.ceil(in_play(config) * load.episodes / engine.replicas),
+            "rollout.episodes_in_flight": math.ceil(config.rollout.most_in_flight() / engine.count),
+            "episodes that may play": math.ceil(in_play(config) * load.episodes / engine.count),
             "KV cache": int((SOFT if config.rollout.adapts else 1) * kv_tokens / (CONTEXT_SHARE * load.mean)),
         }
         bound = min(limits, key=lambda name: limits[name])
@@ -216,7 +216,7 @@ def assumptions(config: Config, engine: Engine | None) -> list[str]:
     if engine is None or not config.rollout.adapts:
         return [f"rollout.episodes_in_flight=auto: {most} episodes at once"]
     return [
-        f"rollout.episodes_in_flight=auto: {engine.slots * config.rollout.engine.replicas} episodes at once, at most "
+        f"rollout.episodes_in_flight=auto: {engine.slots * config.rollout.engine.count} episodes at once, at most "
         f"{most}, and no more than fill the KV caches to {SOFT:.0%}"
     ]
 
@@ -230,7 +230,7 @@ def rollout_time(engine: Engine) -> Mapping[str, float]:
     are stopped when the batch is full (``rollout.unfinished=again``), the step ends with the last group that it needs.
     """
     config, load = engine.config, engine.load
-    rollout, replicas = config.rollout, config.rollout.engine.replicas
+    rollout, replicas = config.rollout, config.rollout.engine.count
     batches = in_play(config)
     steady = load.tokens * load.sampled / replicas / engine.tokens_per_s()
     count = math.ceil(load.episodes / replicas)
@@ -252,7 +252,7 @@ def rollout_time(engine: Engine) -> Mapping[str, float]:
 def _until_full(engine: Engine, lengths: np.ndarray, batches: float) -> float:
     """Seconds until as many groups have ended as a batch needs, of ``batches`` batches that begin together."""
     rollout = engine.config.rollout
-    replicas, samples = rollout.engine.replicas, rollout.samples_per_prompt
+    replicas, samples = rollout.engine.count, rollout.samples_per_prompt
     needed = max(1, round(rollout.prompts_per_step / replicas))
     groups = max(needed, math.ceil(batches * rollout.prompts_per_step / replicas))
     drawn = np.random.default_rng(0).choice(lengths, (8, groups * samples))

@@ -81,7 +81,7 @@ def _factors(base: int, most: int) -> list[int]:
 def scaled(config: Config, factor: int) -> Config:
     """Return the configuration on ``factor`` times its GPUs."""
     parallel = config.parallel.model_copy(update={"data": config.parallel.data * factor})
-    engine = config.rollout.engine.model_copy(update={"replicas": config.rollout.engine.replicas * factor})
+    engine = config.rollout.engine.model_copy(update={"replicas": config.rollout.engine.count * factor})
     flight = config.rollout.episodes_in_flight
     rollout = config.rollout.model_copy(
         update={
@@ -101,10 +101,10 @@ def variants(config: Config) -> list[tuple[str, int, Config]]:
     if config.rollout.engine.colocated is False:
         return [("apart", bound, _stale(config, bound)) for bound in STALENESS]
     found = [("colocated", bound, _stale(config, bound)) for bound in COLOCATED_STALENESS]
-    if config.parallel.data % 2 == 0 and config.rollout.engine.replicas % 2 == 0:
+    if config.parallel.data % 2 == 0 and config.rollout.engine.count % 2 == 0:
         parallel = config.parallel.model_copy(update={"data": config.parallel.data // 2})
         engine = config.rollout.engine.model_copy(
-            update={"replicas": config.rollout.engine.replicas // 2, "colocated": False}
+            update={"replicas": config.rollout.engine.count // 2, "colocated": False}
         )
         halves = config.model_copy(
             update={"parallel": parallel, "rollout": config.rollout.model_copy(update={"engine": engine})}
@@ -141,7 +141,7 @@ def setup_of(
     seconds = {name: sum(parts.values()) for name, parts in phases.items()}
     sync = seconds.pop("weight sync")
     return Setup(
-        engines=config.rollout.engine.replicas,
+        engines=config.rollout.engine.count,
         slots=engine.slots,
         token_s=engine.token_s,
         lengths=load.lengths(LENGTHS) * load.sampled,

@@ -234,7 +234,7 @@ def as_rows(found: list[Found]) -> list[list[str]]:
                 *map(str, (p.tensor, p.pipeline, p.context, p.expert, p.data, policy.micro_batch_tokens)),
                 str(policy.recompute),
                 "yes" if policy.optimizer.offload_fraction else "no",
-                f"{engine.replicas} × {engine.tensor_parallel}",
+                f"{engine.count} × {engine.tensor_parallel}",
                 *(f"{peak[name] / gib:.1f}" for name in ("train", "roll")),
                 f"{one.step.seconds('training'):.1f}",
                 f"{one.step.seconds('rollout'):.1f}",

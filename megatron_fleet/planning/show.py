@@ -46,7 +46,7 @@ def _run(plan: Plan) -> list[str]:
         f"GPUs: {plan.devices} {plan.gpu.name} on {plan.hosts} host{'s' if plan.hosts > 1 else ''}",
         f"trainer: {p.world_size} ranks, tensor {p.tensor} × pipeline {p.pipeline} × context {p.context} × data "
         f"{p.data}" + (f", expert {p.expert}" if plan.model.experts else ""),
-        f"engines: {engine.replicas} of {engine.tensor_parallel} GPUs, "
+        f"engines: {engine.count} of {engine.tensor_parallel} GPUs, "
         f"{'on those of the ranks' if shared else 'on GPUs of their own'}",
         f"batch: {plan.load.episodes} episodes, {plan.load.tokens / 1e6:.2f}M tokens, "
         f"{plan.flops_per_token / 1e9:.1f} GFLOP a token (forward and backward)",

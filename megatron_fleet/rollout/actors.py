@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megatron_fleet.agents.trajectory import Trajectory
-from megatron_fleet.cluster.inventory import LOOPBACK, Inventory
+from megatron_fleet.cluster.inventory import LOOPBACK, Host, Inventory
 from megatron_fleet.cluster.launcher import write_output_to
 from megatron_fleet.config.schema import HOSTED, Config
 from megatron_fleet.config.secrets import SERVICE, STORE, of_environments, secrets, take_secrets
@@ -45,7 +45,8 @@ class ActorSettings:
         episode_python: interpreter of the episode environment.
         token: the run's secret, which engines require.
         env_vars: set in every process of the run.
-        engines: place of each engine; empty when an endpoint plays.
+        engines: place of each engine; none when an endpoint plays. Those of hosts that joined later are at the end,
+            also after their hosts have left.
         transport: name of the weight transport.
         inventory: the hosts of the run, the controller's first.
         dialect: how `eval.endpoint` is asked, which then plays the episodes; ``None``: the engines play.
@@ -71,8 +72,13 @@ class ActorSettings:
 
     def worker_host(self, index: int) -> str:
         """Return the address of an episode worker's host; workers are assigned to the hosts round-robin."""
-        hosts = [host.address for host in self.inventory.hosts if host.rollout]
+        hosts = [host.address for host in self.inventory.hosts if host.rollout and not host.rollout_only]
         return hosts[index % len(hosts)]
+
+    def with_host(self, host: Host, engines: Sequence[EnginePlace]) -> ActorSettings:
+        """Return these with a host that has joined, or joined again, and places of engines on it."""
+        hosts = tuple(one for one in self.inventory.hosts if one.name != host.name)
+        return replace(self, inventory=Inventory((*hosts, host)), engines=[*self.engines, *engines])
 
     def engine_devices(self, index: int) -> dict[str, str]:
         """Return variables that assign an engine its devices by UUID, and keep Ray from assigning others."""
@@ -108,6 +114,9 @@ class WorkerActor:
 
     async def engine_moved(self, before: str, now: str) -> None:
         self._worker.policy.engine_moved(before, now)
+
+    async def engine_leaves(self, address: str) -> None:
+        self._worker.policy.engine_leaves(address)
 
     async def policy_dead(self) -> str | None:
         return self._worker.policy.dead

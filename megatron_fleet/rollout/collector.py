@@ -18,7 +18,7 @@ from megatron_fleet.rollout.collection import Collection, OnEpisode
 from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
 from megatron_fleet.rollout.engine_slot import EngineSlot
 from megatron_fleet.rollout.flight import Flight
-from megatron_fleet.rollout.monitor import RolloutMonitor
+from megatron_fleet.rollout.monitor import EngineReading, RolloutMonitor
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, EpisodeSpec, RolloutFailed
 
 CHECK_AFTER_S = 0.05
@@ -85,11 +85,17 @@ class Collector:
         engines: Sequence[EngineSlot],
         workers: Sequence[WorkerSlot],
         environment: EnvironmentSlot,
+        engines_there: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """Args: engines, workers and environment are already started."""
+        """
+        Args:
+            engines, workers, environment: already started; engines may be added, see `add`, and leave.
+            engines_there: returns once there is an engine.
+        """
         self._engines, self._workers, self._environment = engines, workers, environment
+        self._engines_there = engines_there
         self._max_retries = rollout.max_retries
-        self.flight = Flight(rollout, env, len(engines))
+        self.flight = Flight(rollout, env, [engine.name for engine in engines])
         self._free = dict.fromkeys(workers, math.ceil(self.flight.places / len(workers)))
         self._places = sum(self._free.values())
         self._numbers = itertools.count()
@@ -128,6 +134,17 @@ class Collector:
             if not collection.done:
                 await self._abort(collection)
 
+    def add(self, engine: EngineSlot) -> None:
+        """Count and read an engine from now on."""
+        self.flight.add(engine.name)
+        self.monitor.add(engine)
+        self._changed.set()
+
+    def remove(self, engine: EngineSlot) -> None:
+        """Do not count and read an engine any more."""
+        self.flight.remove(engine.name)
+        self.monitor.remove(engine)
+
     def load(self) -> tuple[int, int]:
         """Return how many episodes workers have, and how many wait for a worker."""
         return self._places - sum(self._free.values()), self._waiting()
@@ -151,6 +168,8 @@ class Collector:
             while self._running:
                 self._changed.clear()
                 if self._waiting():
+                    if self._engines_there is not None:
+                        await self._engines_there()
                     await asyncio.gather(*(engine.serving() for engine in self._engines), self._environment.serving())
                     if self._environment.is_serving:
                         self._give_places()
@@ -165,10 +184,10 @@ class Collector:
         """Number of episodes that no worker has yet."""
         return sum(running.collection.waiting for running in self._running)
 
-    def _read(self, engine: int) -> None:
+    def _read(self, reading: EngineReading) -> None:
         """Take an engine's newest reading, by which more episodes may play."""
         playing, waiting = self.load()
-        self.flight.read(engine, self.monitor.engines[engine], playing, waiting)
+        self.flight.read(reading, playing, waiting)
         with_tools = max(0.0, playing - sum(reading.requests for reading in self.monitor.engines))
         values = {"playing": playing, "waiting for a worker": waiting, "outside of engines": with_tools}
         TIMELINE.sample("engines", "episodes", values)

@@ -149,6 +149,11 @@ class WorkerSlot(Component):
         if self._actor is not None:
             await self._tell(self._actor.engine_moved.remote(before, now))
 
+    async def engine_leaves(self, address: str) -> None:
+        """See `EnginePool.leaves`."""
+        if self._actor is not None:
+            await self._tell(self._actor.engine_leaves.remote(address))
+
     async def policy_dead(self) -> str | None:
         """Return `Policy.dead`; ``None`` also when the worker is lost."""
         with contextlib.suppress(RayError, TimeoutError):

@@ -9,6 +9,7 @@ few play as are allowed: until then their load is still that of the old number. 
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -80,9 +81,13 @@ class _Engine:
 class Concurrency:
     """Number of episodes that may play at once on engines of equal size."""
 
-    def __init__(self, engines: int, sequences: int) -> None:
-        """Args: ``sequences``: those that one engine decodes together, which is the most that may play for each."""
-        self._engines = [_Engine() for _ in range(engines)]
+    def __init__(self, engines: Iterable[Hashable], sequences: int) -> None:
+        """
+        Args:
+            engines: a key of each, such as its name; others may be added, and leave.
+            sequences: those that one engine decodes together, which is the most that may play for each.
+        """
+        self._engines = {key: _Engine() for key in engines}
         self._most_each = float(sequences)
         self._each = float(min(START, sequences))
         self._growth = LARGEST_GROWTH
@@ -93,8 +98,16 @@ class Concurrency:
         """Episodes that may play now: in proportion to the engines that serve."""
         return max(1, int(self._each * self._serving))
 
+    def add(self, engine: Hashable) -> None:
+        """Count an engine from now on."""
+        self._engines[engine] = _Engine()
+
+    def remove(self, engine: Hashable) -> None:
+        """Do not count an engine any more."""
+        self._engines.pop(engine, None)
+
     def observe(
-        self, engine: int, serving: bool, counts: EngineStatistics, *, playing: int, waiting: int, ended: int
+        self, engine: Hashable, serving: bool, counts: EngineStatistics, *, playing: int, waiting: int, ended: int
     ) -> None:
         """Take one engine's newest reading.
 
@@ -106,7 +119,7 @@ class Concurrency:
         """
         one = self._engines[engine]
         one.read(serving, counts)
-        use = fmean(each.use for each in self._engines if each.serving) if serving else 0.0
+        use = fmean(each.use for each in self._engines.values() if each.serving) if serving else 0.0
         self._ended += ended
         self._most_playing = max(self._most_playing, playing)
         self._peak = max(self._peak, use)
@@ -122,7 +135,7 @@ class Concurrency:
     @property
     def _serving(self) -> int:
         """Engines that serve; while none does, all, as nothing can be played then and all are being replaced."""
-        return sum(engine.serving for engine in self._engines) or len(self._engines)
+        return sum(engine.serving for engine in self._engines.values()) or max(1, len(self._engines))
 
     def _grow(self, playing: int) -> None:
         """Begin the next turnover, with more episodes if the last one had room for them."""
@@ -131,5 +144,5 @@ class Concurrency:
             self._each = min(self._most_each, self._each * (1 + min(room, self._growth)))
         self._growth = min(LARGEST_GROWTH, self._growth + CAREFUL_GROWTH)
         self._ended, self._most_playing, self._peak = 0, playing, 0.0
-        for engine in self._engines:
+        for engine in self._engines.values():
             engine.taken = 0.0

@@ -63,7 +63,8 @@ class EngineActor(Sampler):
         self._statistics: StatisticsLogger | None = None
         self._asking: asyncio.Task[None] | None = None
         self._asleep = False
-        self._sleeps = 0
+        self._interruptions = 0
+        self._leaving = False
         self._awake = asyncio.Event()
         self._awake.set()
 
@@ -122,8 +123,10 @@ class EngineActor(Sampler):
     async def _generate(
         self, prompt: list[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
+        if self._leaving:
+            return Generation(np.empty(0, np.int32), np.empty(0, np.float32), "interrupted", ())
         await self._awake.wait()  # before the deadline begins, and before a prefix of older weights could be named
-        sleeps = self._sleeps
+        interruptions = self._interruptions
         salt = self._sharing.salt(session, len(prompt)) if self._sharing is not None else None
         name, limit = str(next(self._numbers)), self._config.rollout.engine.turn_timeout_s(params.max_tokens)
         with _TurnDeadline(self._llm, name, limit) as deadline:
@@ -132,7 +135,7 @@ class EngineActor(Sampler):
         self._tokens += len(completion.token_ids)
         reason = completion.finish_reason
         if reason == "abort":
-            if self._sleeps != sleeps:
+            if self._interruptions != interruptions:
                 reason = "interrupted"
             elif deadline.passed:
                 reason = "deadline"
@@ -239,7 +242,7 @@ class EngineActor(Sampler):
 
         async with self._updating("its falling asleep"):
             self._asleep = True
-            self._sleeps += 1
+            self._interruptions += 1
             self._awake.clear()
             self._server.tell(asleep=True)
             await self._llm.sleep(level=2, mode="abort")
@@ -254,6 +257,12 @@ class EngineActor(Sampler):
                 self._asleep = False
                 self._awake.set()
                 self._server.tell(asleep=False)
+
+    async def interrupt(self) -> None:
+        self._interruptions += 1
+        self._leaving = True
+        await self._llm.pause_generation(mode="abort", clear_cache=False)
+        await super().interrupt()
 
     async def _check_paused(self) -> None:
         """Refuse to load weights while scheduling: a request with uninitialised parameters would crash the engine."""

@@ -38,9 +38,7 @@ def connect(endpoints: Sequence[str], token: str, health_timeout_s: float, host:
         health_timeout_s: an engine is lost when it does not answer a connection or a health question in this time.
         host: address of this host; its replicas, if any, are preferred.
     """
-    near = [endpoint.rsplit(":", 1)[0] == host for endpoint in endpoints]
-    handicaps = [FAR_REQUESTS if any(near) and not is_near else 0 for is_near in near]
-    return EnginePool([_Replica(*where, token, health_timeout_s) for where in zip(endpoints, handicaps, strict=True)])
+    return EnginePool(endpoints, token, health_timeout_s, host)
 
 
 class EnginePool:
@@ -49,32 +47,88 @@ class EnginePool:
     A replica on another host counts as more loaded than it is, so it only gets the overflow of local replicas.
     """
 
-    def __init__(self, replicas: Sequence[_Replica]):
-        self._replicas = list(replicas)
+    def __init__(self, endpoints: Sequence[str], token: str, health_timeout_s: float, host: str) -> None:
+        """See `connect`."""
+        self._token, self._health_timeout_s, self._host = token, health_timeout_s, host
+        self._replicas: list[_Replica] = []
+        self._leaving: list[_Replica] = []
+        self._there = asyncio.Event()
         self._sessions: OrderedDict[str, _Replica] = OrderedDict()
+        for endpoint in endpoints:
+            self._add(endpoint)
 
     async def generate(
         self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage] = ()
     ) -> Generation:
         """Sample one turn (see ``agents.token_engine.Engine``).
 
+        If the engine goes to sleep meanwhile, the rest is sampled when it is awake again, with the weights that it has
+        then and a seed of its own; the episode's deadline stands still until then. If it leaves, or all have left, the
+        rest is sampled by another one.
+
         Raises:
             EngineLost: the replica is gone, or does not answer a health question.
             EngineRefused: the engine refuses the request (for example a prompt beyond its context).
         """
-        return await self._replica_of(session).generate(prompt_ids, params, session, images)
+        ids = np.asarray(prompt_ids, np.int32)
+        parts: list[Generation] = []
+        while True:
+            await self._until_there()
+            replica = self._replica_of(session)
+            part = await replica.sample(ids, _rest(params, parts), session, images)
+            parts.append(part)
+            if part.finish_reason != "interrupted":
+                return _joined(parts, len(prompt_ids))
+            ids = np.concatenate([ids, part.token_ids])
 
     def moved(self, before: str, now: str) -> None:
-        """Replace the endpoint of a replica that was lost and restarted."""
-        for replica in self._replicas:
-            if replica.endpoint == before:
+        """Replace the endpoint of a replica that was lost and restarted; ``before=""``: it is a further replica.
+        ``now=""``: it does not come back, and what waits for it is lost."""
+        if not before:
+            self._add(now)
+            return
+        for replica in [*self._replicas, *self._leaving]:
+            if replica.endpoint != before:
+                continue
+            if now:
                 replica.move(now)
+            else:
+                self.leaves(before)
+                self._leaving.remove(replica)
+                replica.cut()
+
+    def leaves(self, endpoint: str) -> None:
+        """Send no further requests to a replica, which will interrupt those that it has."""
+        self._leaving += [replica for replica in self._replicas if replica.endpoint == endpoint]
+        self._replicas = [replica for replica in self._replicas if replica.endpoint != endpoint]
+        if not self._replicas:
+            self._there.clear()
+
+    def _add(self, endpoint: str) -> None:
+        self._replicas.append(_Replica(endpoint, self._token, self._health_timeout_s))
+        self._there.set()
+
+    async def _until_there(self) -> None:
+        """Wait for a replica; meanwhile the episode's deadline stands still."""
+        if self._there.is_set():
+            return
+        clock = DeadlineClock.current()
+        clock.stop()
+        try:
+            await self._there.wait()
+        finally:
+            clock.go_on()
 
     def _replica_of(self, session: str) -> _Replica:
         replica = self._sessions.pop(session, None)
-        if replica is None:
+        if replica is None or replica not in self._replicas:
+            near = {one for one in self._replicas if one.endpoint.rsplit(":", 1)[0] == self._host}
             start = zlib.crc32(session.encode()) % len(self._replicas)
-            replica = min(self._replicas[start:] + self._replicas[:start], key=lambda r: r.in_flight + r.handicap)
+
+            def load(one: _Replica) -> int:
+                return one.in_flight + (FAR_REQUESTS if near and one not in near else 0)
+
+            replica = min(self._replicas[start:] + self._replicas[:start], key=load)
         self._sessions[session] = replica
         if len(self._sessions) > MAX_SESSIONS:
             self._sessions.popitem(last=False)
@@ -88,8 +142,8 @@ class _ImagesMissing(EngineRefused):
 class _Replica:
     """One engine: one connection, reopened after a failure, with any number of concurrent requests."""
 
-    def __init__(self, endpoint: str, handicap: int, token: str, health_timeout_s: float):
-        self.endpoint, self.handicap = endpoint, handicap
+    def __init__(self, endpoint: str, token: str, health_timeout_s: float):
+        self.endpoint = endpoint
         self._token, self._health_timeout_s = token, health_timeout_s
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Generation]] = {}
@@ -109,27 +163,21 @@ class _Replica:
     def move(self, endpoint: str) -> None:
         """Connect to ``endpoint`` from now on. What waits for the old one, whose host may be gone silently, is lost."""
         self.endpoint = endpoint
+        self.cut()
+
+    def cut(self) -> None:
+        """Close the connection; what waits for the engine is lost."""
         if self._writer is not None:
             self._writer.transport.abort()
 
-    async def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, session: str, images: Sequence[PlacedImage]
-    ) -> Generation:
-        """Sample one turn. If the engine goes to sleep meanwhile, the rest is sampled when it is awake again, with the
-        weights that it has then and a seed of its own; the episode's deadline stands still until then.
-        """
-        ids = np.asarray(prompt_ids, np.int32)
-        parts: list[Generation] = []
-        while True:
-            part = await self._sample(ids, _rest(params, parts), session, images)
-            parts.append(part)
-            if part.finish_reason != "interrupted":
-                return _joined(parts, len(prompt_ids))
-            ids = np.concatenate([ids, part.token_ids])
-
-    async def _sample(
+    async def sample(
         self, ids: np.ndarray, params: SamplingParams, session: str, images: Sequence[PlacedImage]
     ) -> Generation:
+        """Sample one turn; it ends as ``interrupted`` if the engine goes to sleep, or leaves, meanwhile.
+
+        Args:
+            ids: prompt, int32 ``[N]``.
+        """
         sampling = (params.temperature, params.max_tokens, params.stop_token_ids, params.seed, params.routing_start)
         places = [(placed.start, placed.end, placed.digest) for placed in images]
         request = (session, ids, *sampling, places)

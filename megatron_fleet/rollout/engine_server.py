@@ -81,7 +81,7 @@ class EngineServer:
         self._images = ImageStore()
         self._open = asyncio.Event()
         self._asleep = False
-        self._clients: set[asyncio.StreamWriter] = set()
+        self._running: dict[asyncio.StreamWriter, dict[int, asyncio.Task[None]]] = {}
         self._server: asyncio.Server | None = None
 
     async def listen(self, host: str) -> str:
@@ -95,8 +95,17 @@ class EngineServer:
     def tell(self, *, asleep: bool) -> None:
         """Tell all clients that the engine sleeps, or is awake again."""
         self._asleep = asleep
-        for writer in self._clients:
+        for writer in self._running:
             writer.write(frames.pack("asleep", asleep))
+
+    async def finish(self) -> None:
+        """Wait until all requests are answered, and close the connections once the answers are sent."""
+        while running := [task for tasks in self._running.values() for task in tasks.values()]:
+            await asyncio.wait(running)
+        clients = list(self._running)
+        for writer in clients:
+            writer.close()
+        await asyncio.gather(*(writer.wait_closed() for writer in clients), return_exceptions=True)
 
     def close(self) -> None:
         if self._server is not None:
@@ -115,7 +124,7 @@ class EngineServer:
 
     async def _obey(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         running: dict[int, asyncio.Task[None]] = {}
-        self._clients.add(writer)
+        self._running[writer] = running
         if self._asleep:
             writer.write(frames.pack("asleep", True))
         try:
@@ -124,7 +133,7 @@ class EngineServer:
         except (TypeError, LookupError, OverflowError) as error:
             raise ValueError("a frame that is not a request") from error
         finally:
-            self._clients.discard(writer)
+            del self._running[writer]
             # The client is gone: cancelling aborts its requests in vLLM.
             for task in running.values():
                 task.cancel()

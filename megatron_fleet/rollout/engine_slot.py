@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -42,9 +42,15 @@ class EngineSlot(WatchedComponent):
     """Slot of one engine replica. After `start` it replaces a dead engine by itself. The replacement has a new address,
     since the old one may be in use by then, and answers no request before it has the weights of the last update.
 
+    A slot that is added to a run joins with `join` instead of `start`: updates of the other engines do not wait for it
+    before it serves.
+
     Between `sleep` and ``wake("kv_cache")`` the trainer owns the device: an engine that dies then is replaced once the
     trainer is offloaded, and receives the weights of the last update. Every `sleep` is followed by an update before
     ``wake("kv_cache")``, because weights are lost in sleep; so an engine may go to sleep without its weights.
+
+    Attributes:
+        gone: it was told to leave: nobody waits for it any more, and calls have no effect.
     """
 
     def __init__(
@@ -58,16 +64,18 @@ class EngineSlot(WatchedComponent):
         update_timeout_s: float,
         on_move: OnMove,
         resend: Callable[[], Resend | None],
+        joining: bool = False,
     ) -> None:
         """
         Args:
             make: creates the actor; raises ComponentLost when its host does not return.
             host: address to listen on.
             resend: returns the current `Resend`, if any.
+            joining: it will `join`.
         """
         super().__init__(name, log)
         self.endpoint = ""
-        self._make, self._host = make, host
+        self._make, self.host = make, host
         self._start_timeout_s, self._update_timeout_s = start_timeout_s, update_timeout_s
         self._on_move, self._find_resend = on_move, resend
         self._actor: Any = None
@@ -84,6 +92,19 @@ class EngineSlot(WatchedComponent):
         self._asleep: Any = None
         self._counted = EngineStatistics()
         self._reason = ""
+        self._joining = joining
+        self.gone = False
+
+    async def serving(self) -> None:
+        """Wait until the engine serves, or is gone. Raises RolloutFailed when it was given up."""
+        if self.gone:
+            return
+        try:
+            await super().serving()
+        except asyncio.CancelledError:  # of its watcher, by `leave`, or of the caller
+            caller = asyncio.current_task()
+            if not self.gone or (caller is not None and caller.cancelling()):
+                raise
 
     async def listen(self) -> None:
         """Create the actor and get its endpoint. Raises RolloutFailed when that fails, or it is killed too often."""
@@ -105,6 +126,48 @@ class EngineSlot(WatchedComponent):
                 raise self.not_started(error) from error
             await self._replace(brief(error))
         self._begin_to_serve(self._watch())
+
+    async def join(self, latest: Weights | None, init_info: Mapping[str, Any], settled: bool) -> None:
+        """Start the engine while others serve already. It has their weights when this returns, and serves.
+
+        Args:
+            latest: weights of the others, see `EngineGroup`.
+            init_info: of their transport.
+            settled: no update of theirs is running.
+
+        Raises:
+            RolloutFailed: it cannot start.
+        """
+        self._weights, self._init_info = latest, init_info
+        if not settled:
+            self._settled.clear()
+        while True:
+            try:
+                await self._bring_up()
+                break
+            except (RayError, TimeoutError, ComponentLost) as error:
+                await self.pause(brief(error))
+                if self._actor is not None:
+                    ray.kill(self._actor)
+        self._joining = False
+        self._begin_to_serve(self._watch())
+
+    async def interrupt(self) -> None:
+        """See `Sampler.interrupt`."""
+        if self._serving.is_set():
+            with contextlib.suppress(RayError, TimeoutError):
+                await within(self._actor.interrupt.remote(), CALL_TIMEOUT_S)
+
+    def leave(self) -> None:
+        """Give the engine up, because its host leaves or is gone. Whoever waits for it goes on without it."""
+        self.gone = True
+        self._serving.clear()
+        self._updating = None
+        self._settled.set()
+        if self._watching is not None:
+            self._watching.cancel()
+        if self._actor is not None:
+            ray.kill(self._actor)
 
     async def check(self) -> None:
         """Check immediately, not at the watcher's next poll, that the engine still serves."""
@@ -172,6 +235,8 @@ class EngineSlot(WatchedComponent):
             self._loaded = weights
         self._weights = weights
         self._settled.set()
+        if self._joining:
+            return
         while await self._there() and self._loaded is not weights:
             actor = self._actor
             try:
@@ -215,7 +280,7 @@ class EngineSlot(WatchedComponent):
     async def _listen(self) -> None:
         self._actor = await self._make()
         before = self.endpoint
-        self.endpoint = await within(self._actor.listen.remote(self._host), self._start_timeout_s)
+        self.endpoint = await within(self._actor.listen.remote(self.host), self._start_timeout_s)
         if before:
             await self._on_move(before, self.endpoint)
 
@@ -231,10 +296,13 @@ class EngineSlot(WatchedComponent):
 
         Raises:
             RolloutFailed: the engine was given up.
+            ComponentLost: it is gone.
             RayTaskError: the call itself failed; the engine is healthy.
         """
         while True:
             await self.serving()
+            if self.gone:
+                raise ComponentLost(f"{self.name} has left")
             actor = self._actor
             try:
                 return await within(call(actor), timeout_s)
@@ -259,7 +327,7 @@ class EngineSlot(WatchedComponent):
 
     def _lose(self, actor: Any, error: BaseException) -> None:
         """Mark ``actor`` as lost after a failed call, unless it has been replaced while the call was running."""
-        if actor is not self._actor:
+        if actor is not self._actor or self.gone:
             return
         self._serving.clear()
         self._updating = None
@@ -271,7 +339,7 @@ class EngineSlot(WatchedComponent):
         if not self._device_free.is_set():
             return self._serving.is_set()
         await self.serving()
-        return True
+        return not self.gone
 
     async def _serves_or_waits_for_device(self) -> bool:
         """Wait until the engine serves or its replacement waits for the device; returns whether it serves.
@@ -308,17 +376,21 @@ class EngineSlot(WatchedComponent):
             ray.kill(self._actor)
             await self._until_device_is_free()
             try:
-                await self._listen()
-                await self._start()
-                self._loaded = None
-                settled = False
-                while not settled:
-                    await self._take_settled()
-                    await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
-                    settled = self._settled.is_set() or not self._device_free.is_set()
-                return
+                return await self._bring_up()
             except (RayError, TimeoutError, ComponentLost) as error:
                 reason = brief(error)
+
+    async def _bring_up(self) -> None:
+        """Make an engine with the newest weights that answers requests; between its last check for an update and the
+        return nothing else runs."""
+        await self._listen()
+        await self._start()
+        self._loaded = None
+        settled = False
+        while not settled:
+            await self._take_settled()
+            await within(self._actor.serve.remote(), CALL_TIMEOUT_S)
+            settled = self._settled.is_set() or not self._device_free.is_set()
 
     async def _until_device_is_free(self) -> None:
         self._waits_for_device.set()
@@ -410,18 +482,37 @@ class _StartedEngine:
 
 
 class EngineGroup:
-    """All engines of a rollout as one WeightReceiver."""
+    """All engines of a rollout as one WeightReceiver.
 
-    def __init__(self, slots: Sequence[EngineSlot], ready: Callable[[], Awaitable[None]]) -> None:
-        """Args: ``ready``: awaited before each verb."""
-        self._slots, self._ready = slots, ready
+    Attributes:
+        latest: weights of the last update; ``None`` before the first.
+        init_info: of the last transport that was opened.
+        settled: no update is running.
+    """
+
+    def __init__(self, slots: Iterable[EngineSlot], ready: Callable[[], Awaitable[None]]) -> None:
+        """
+        Args:
+            slots: read at each verb, as engines may be added and leave.
+            ready: awaited before each verb.
+        """
+        self._all, self._ready = slots, ready
+        self.latest: Weights | None = None
+        self.init_info: Mapping[str, Any] = {}
+        self.settled = True
+
+    @property
+    def _slots(self) -> list[EngineSlot]:
+        return [slot for slot in self._all if not slot.gone]
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
         await self._ready()
+        self.init_info, self.settled = init_info, False
         await asyncio.gather(*(slot.open_transport(init_info) for slot in self._slots))
 
     async def begin_update(self) -> None:
         await self._ready()
+        self.settled = False
         await asyncio.gather(*(noted(slot, "begin_update", slot.begin_update()) for slot in self._slots))
 
     async def load(self, message: Mapping[str, Any]) -> None:
@@ -431,6 +522,7 @@ class EngineGroup:
     async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
         """See `WeightReceiver`. Raises RolloutFailed when an engine was given up."""
         await self._ready()
+        self.latest, self.settled = Weights(version, message), True
         finishing = (noted(slot, "finish_update", slot.finish_update(version, message)) for slot in self._slots)
         await asyncio.gather(*finishing)
 

@@ -24,12 +24,13 @@ class Flight:
         places: most episodes that workers ever have, those included that start their environments ahead of a place.
     """
 
-    def __init__(self, rollout: RolloutConfig, env: EnvConfig, engines: int) -> None:
-        """Args: ``engines``: their number; 0: an endpoint plays."""
-        self._most, self._lookahead = rollout.most_in_flight(endpoint=not engines), env.provisioning.lookahead
+    def __init__(self, rollout: RolloutConfig, env: EnvConfig, engines: Sequence[str]) -> None:
+        """Args: ``engines``: their names; none, unless some may be added: an endpoint plays."""
+        endpoint = not engines and not rollout.engine.elastic
+        self._most, self._lookahead = rollout.most_in_flight(endpoint), env.provisioning.lookahead
         self.places = self._most + self._lookahead
         sequences = rollout.engine.sequences(rollout.episodes_in_flight)
-        self._concurrency = Concurrency(engines, sequences) if rollout.adapts and engines else None
+        self._concurrency = Concurrency(engines, sequences) if rollout.adapts and not endpoint else None
         self._ended = 0
         self._lengths: dict[tuple[str, str], _Mean] = {}
         self._in_flight: list[int] = []
@@ -44,7 +45,17 @@ class Flight:
         """Episodes that workers may have now; ``None``: as many as they have places."""
         return None if self._concurrency is None else self.allowed + self._lookahead
 
-    def read(self, engine: int, reading: EngineReading, in_flight: int, waiting: int) -> None:
+    def add(self, engine: str) -> None:
+        """Count an engine from now on."""
+        if self._concurrency is not None:
+            self._concurrency.add(engine)
+
+    def remove(self, engine: str) -> None:
+        """Do not count an engine any more."""
+        if self._concurrency is not None:
+            self._concurrency.remove(engine)
+
+    def read(self, reading: EngineReading, in_flight: int, waiting: int) -> None:
         """Take an engine's newest reading.
 
         Args:
@@ -55,7 +66,7 @@ class Flight:
         if self._concurrency is not None:
             playing = max(0, in_flight - self._lookahead)
             self._concurrency.observe(
-                engine, reading.serving, reading.counts, playing=playing, waiting=waiting, ended=self._ended
+                reading.name, reading.serving, reading.counts, playing=playing, waiting=waiting, ended=self._ended
             )
         self._ended = 0
 

@@ -68,18 +68,34 @@ class Load:
 
 @final
 class RolloutMonitor:
-    """Collects readings of engines and tallies of episodes.
+    """Collects readings of engines and tallies of episodes."""
 
-    Attributes:
-        engines: the newest readings, in the order of the engines.
-    """
-
-    def __init__(self, slots: Sequence[EngineSlot], on_reading: Callable[[int], None] = lambda _: None) -> None:
-        """Args: ``on_reading``: called with the number of each engine that was read."""
-        self._slots, self._on_reading = slots, on_reading
-        self.engines = [EngineReading(slot.name) for slot in slots]
+    def __init__(
+        self, slots: Sequence[EngineSlot], on_reading: Callable[[EngineReading], None] = lambda _: None
+    ) -> None:
+        """Args: ``on_reading``: called with each reading of an engine."""
+        self._on_reading = on_reading
+        self._readings = {slot.name: EngineReading(slot.name) for slot in slots}
+        self._slots = list(slots)
+        self._watching: dict[str, asyncio.Task[None]] = {}
         self._step = TIMELINE.step
         self._environments: dict[str, EnvironmentTally] = {}
+
+    @property
+    def engines(self) -> list[EngineReading]:
+        """The newest reading of each engine, in the order in which they were added."""
+        return list(self._readings.values())
+
+    def add(self, slot: EngineSlot) -> None:
+        """Read a further engine, within `watch`."""
+        self._readings[slot.name] = EngineReading(slot.name)
+        self._watching[slot.name] = asyncio.create_task(self._watch(slot))
+
+    def remove(self, slot: EngineSlot) -> None:
+        """Do not read an engine any more."""
+        self._readings.pop(slot.name, None)
+        if (watching := self._watching.pop(slot.name, None)) is not None:
+            watching.cancel()
 
     def environments(self) -> dict[str, EnvironmentTally]:
         """Return the tallies of the current step by environment, in alphabetical order."""
@@ -107,17 +123,23 @@ class RolloutMonitor:
 
     async def watch(self) -> None:
         """Read the engines every ``SAMPLE_INTERVAL_S`` until cancelled; one that does not answer keeps its reading."""
-        await asyncio.gather(*(self._watch(index, slot) for index, slot in enumerate(self._slots)))
+        for slot in self._slots:
+            self.add(slot)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for watching in self._watching.values():
+                watching.cancel()
 
-    async def _watch(self, index: int, slot: EngineSlot) -> None:
+    async def _watch(self, slot: EngineSlot) -> None:
         since = time.monotonic()
         while True:
             await asyncio.sleep(SAMPLE_INTERVAL_S)
             counts = await slot.sample()
             now = time.monotonic()
-            self.engines[index] = EngineReading(slot.name, slot.is_serving, counts, now - since)
+            reading = self._readings[slot.name] = EngineReading(slot.name, slot.is_serving, counts, now - since)
             since = now
             steps = counts.steps or 1
             values = {"running": counts.running / steps, "waiting": counts.waiting / steps}
             TIMELINE.sample("engines", slot.name, values | {"kv_cache": counts.kv_usage / steps})
-            self._on_reading(index)
+            self._on_reading(reading)

@@ -61,7 +61,11 @@ class Policy(Protocol):
         ...
 
     def engine_moved(self, before: str, now: str) -> None:
-        """Use the engine at address ``now`` instead of the one at ``before``."""
+        """Use the engine at address ``now`` instead of the one at ``before``; see `EnginePool.moved`."""
+        ...
+
+    def engine_leaves(self, address: str) -> None:
+        """Send no further requests to an engine."""
         ...
 
 
@@ -90,6 +94,9 @@ class EnginePolicy:
 
     def engine_moved(self, before: str, now: str) -> None:
         self._engine.moved(before, now)
+
+    def engine_leaves(self, address: str) -> None:
+        self._engine.leaves(address)
 
     async def play(self, spec: EpisodeSpec, environment: Environment) -> Trajectory:
         settings = dataclasses.replace(
@@ -124,6 +131,9 @@ class EndpointPolicy:
         return self._client.dead
 
     def engine_moved(self, before: str, now: str) -> None:
+        """See `Policy`; there are no engines."""
+
+    def engine_leaves(self, address: str) -> None:
         """See `Policy`; there are no engines."""
 
     async def play(self, spec: EpisodeSpec, environment: Environment) -> Trajectory:

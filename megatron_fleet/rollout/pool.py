@@ -7,19 +7,23 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
-from megatron_fleet.cluster.inventory import LOOPBACK
+from megatron_fleet.cluster.inventory import LOOPBACK, Host
 from megatron_fleet.cluster.launcher import last_line
+from megatron_fleet.cluster.placement import engines_on
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.registry import ServerStart, environment_token
 from megatron_fleet.rollout.actors import ActorSettings, make_engine, make_worker
 from megatron_fleet.rollout.collector import Collector
-from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot
-from megatron_fleet.rollout.engine_slot import EngineSlot, Resend
+from megatron_fleet.rollout.components import ComponentLost, EnvironmentSlot, WorkerSlot, within
+from megatron_fleet.rollout.engine_slot import EngineGroup, EngineSlot, Resend
+from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.ray_local import wait_for_nodes
+from megatron_fleet.rollout.requests import RolloutFailed
 
 RUN_MARGIN_S = 60.0
 """Added to the deadlines of an episode itself; a worker that takes longer counts as hung."""
@@ -27,6 +31,16 @@ WORKER_START_TIMEOUT_S = 120.0
 TELL_S = 120.0
 """Seconds between two lines in the log about engines that have not started yet."""
 log = logging.getLogger(__name__)
+
+
+class _Both:
+    """The slots of two collections that change."""
+
+    def __init__(self, first: Iterable[EngineSlot], second: Iterable[EngineSlot]) -> None:
+        self._first, self._second = first, second
+
+    def __iter__(self) -> Iterator[EngineSlot]:
+        return chain(self._first, self._second)
 
 
 class Stopwatch:
@@ -62,17 +76,23 @@ class Pool:
         settings: ActorSettings,
         environment: Mapping[str, str],
         resend: Callable[[], Resend | None],
+        ready: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
             environment: environment variables of the environment server.
             resend: returns the function that resends weights to a restarted engine, if any.
+            ready: returns once `start` has.
         """
-        self._config, self._settings = config, settings
+        self._config, self._settings, self._resend = config, settings, resend
         self._url = ""
         self.asleep = Stopwatch()
         self._listening = asyncio.Event()
-        self.engines = [self._engine_slot(i, resend) for i in range(len(settings.engines))]
+        self.engines = [self._engine_slot(i) for i in range(len(settings.engines))]
+        self._joining: dict[EngineSlot, asyncio.Task[None]] = {}
+        self._departed = EngineStatistics()
+        self._added = asyncio.Event()
+        self.group = EngineGroup(_Both(self.engines, self._joining), ready)
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
         start = ServerStart(
             config.env,
@@ -84,7 +104,8 @@ class Pool:
             environment_token(settings.token),
         )
         self.environment = EnvironmentSlot(start, self._forget_failures)
-        self.collector = Collector(config.rollout, config.env, self.engines, self.workers, self.environment)
+        there = self._engines_there if config.rollout.engine.elastic else None
+        self.collector = Collector(config.rollout, config.env, self.engines, self.workers, self.environment, there)
 
     async def start(self, serving: asyncio.Task[str]) -> None:
         """Start engines and workers; returns when all of them serve.
@@ -106,8 +127,86 @@ class Pool:
     async def close(self) -> None:
         """Stop all components within a few seconds."""
         self.collector.close()
-        slots = (*self.engines, *self.workers, self.environment)
+        for joining in self._joining.values():
+            joining.cancel()
+        slots = (*self.engines, *self._joining, *self.workers, self.environment)
         await asyncio.gather(*(slot.close() for slot in slots), return_exceptions=True)
+
+    async def add_host(self, host: Host) -> None:
+        """Add engines on a host that is joining Ray: they start, get the present weights and serve, while others serve.
+
+        One that cannot start is left out, with a line in the log.
+        """
+        places = engines_on(host, host.devices, self._config.rollout.engine.tensor_parallel)
+        first = len(self._settings.engines)
+        self._settings = self._settings.with_host(host, places)
+        for slot in [self._engine_slot(first + i, joining=True) for i in range(len(places))]:
+            self._joining[slot] = asyncio.create_task(self._join(slot))
+
+    async def _join(self, slot: EngineSlot) -> None:
+        log.info("%s starts on host %s", slot.name, slot.host)
+        try:
+            await slot.join(self.group.latest, self.group.init_info, self.group.settled)
+        except RolloutFailed as error:
+            del self._joining[slot]
+            log.warning("%s is left out: %s", slot.name, error)
+            await slot.close()
+            return
+        # Nothing may run between the engine's last check for an update and here.
+        del self._joining[slot]
+        self.engines.append(slot)
+        self.collector.add(slot)
+        self._added.set()
+        await self._engine_moved("", slot.endpoint)
+        log.warning("%s on %s serves; there are %d engines", slot.name, slot.host, len(self.engines))
+
+    async def release_host(self, name: str) -> None:
+        """Move the requests of a host's engines to others, because the host leaves; its engines are gone then."""
+        leaving = [slot for slot in self.engines if slot.host == self._address(name)]
+        for slot in leaving:
+            await asyncio.gather(*(worker.engine_leaves(slot.endpoint) for worker in self.workers))
+            await slot.interrupt()
+        await self.remove_host(name)
+
+    async def remove_host(self, name: str) -> None:
+        """Do without the engines of a host that is gone. Their episodes are lost, unless it was released before."""
+        address = self._address(name)
+        for slot in [slot for slot in self._joining if slot.host == address]:
+            self._joining.pop(slot).cancel()
+            slot.leave()
+        for slot in [slot for slot in self.engines if slot.host == address]:
+            self.engines.remove(slot)
+            slot.leave()
+            self.collector.remove(slot)
+            self._departed += await slot.statistics()
+            await self._engine_moved(slot.endpoint, "")
+            log.warning("%s on %s has left; there are %d engines", slot.name, slot.host, len(self.engines))
+
+    async def statistics(self) -> list[EngineStatistics]:
+        """Return what each engine, and those that have left, counted since the last call."""
+        counts = await asyncio.gather(*(engine.statistics() for engine in self.engines))
+        departed, self._departed = self._departed, EngineStatistics()
+        return [*counts, departed]
+
+    def _address(self, host: str) -> str | None:
+        """Return the address of a host that has joined; ``None`` of one whose engines were never added."""
+        with contextlib.suppress(KeyError):
+            return self._settings.inventory.host(host).address
+        return None
+
+    async def _engines_there(self) -> None:
+        """Wait until there is an engine. Raises RolloutFailed when none joins in time."""
+        limit = self._config.cluster.join_timeout_s
+        while not self.engines:
+            self._added.clear()
+            log.warning("there is no engine; waiting for a host that runs `mfleet node --rollout-only`")
+            try:
+                await within(self._added.wait(), limit)
+            except TimeoutError:
+                raise RolloutFailed(
+                    f"there was no engine for {limit:g} s (cluster.join_timeout_s); start `mfleet node "
+                    f"--rollout-only` on a host, then run the same command again to resume."
+                ) from None
 
     async def _start_engines(self) -> None:
         await asyncio.gather(*(engine.listen() for engine in self.engines))
@@ -150,7 +249,7 @@ class Pool:
     async def _forget_failures(self) -> None:
         await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
 
-    def _engine_slot(self, index: int, resend: Callable[[], Resend | None]) -> EngineSlot:
+    def _engine_slot(self, index: int, joining: bool = False) -> EngineSlot:
         engine, host = self._config.rollout.engine, self._settings.engine_host(index)
 
         async def make() -> object:
@@ -169,7 +268,8 @@ class Pool:
             start_timeout_s=engine.start_timeout_s,
             update_timeout_s=engine.update_timeout_s,
             on_move=self._engine_moved,
-            resend=resend,
+            resend=self._resend,
+            joining=joining,
         )
 
     def _worker_slot(self, index: int) -> WorkerSlot:

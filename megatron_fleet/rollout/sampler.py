@@ -105,6 +105,11 @@ class Sampler(ABC):
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:  # noqa: B027 (not every sampler has something to do)
         """Allocate memory for ``part``: first the weights, which then need an update, then the KV cache, to resume."""
 
+    async def interrupt(self) -> None:
+        """Wait until all requests are answered, because the engine is to leave. A sampler that can stop answers them
+        with the tokens sampled so far, as ``interrupted``."""
+        await self._server.finish()
+
     async def usable(self) -> bool:
         return self._unusable is None
 

@@ -159,16 +159,24 @@ class RolloutService:
         return await self._pool.environment.available()
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Score ``sequences`` (int32 ``[T]``) on every engine at temperature 1: log-probs float32 ``[T]``, first 0."""
+        """Score ``sequences`` (int32 ``[T]``) on every engine at temperature 1: log-probs float32 ``[T]``, first 0.
+        Engines that leave meanwhile are left out."""
         await self.wait_ready()
+        from megatron_fleet.rollout.components import ComponentLost
+
         timeout_s = self._config.rollout.engine.request_timeout_s
-        return list(await asyncio.gather(*(engine.score(sequences, timeout_s) for engine in self._pool.engines)))
+        scoring = (engine.score(sequences, timeout_s) for engine in self._pool.engines)
+        scores = await asyncio.gather(*scoring, return_exceptions=True)
+        for failed in scores:
+            if isinstance(failed, BaseException) and not isinstance(failed, ComponentLost):
+                raise failed
+        return [score for score in scores if not isinstance(score, BaseException)]
 
     async def statistics(self) -> dict[str, float]:
         """Return the metrics of the engines and of the episodes in flight since the last call."""
         await self.wait_ready()
-        counts = await asyncio.gather(*(engine.statistics() for engine in self._pool.engines))
-        return engine_metrics(counts) | self._pool.collector.flight.metrics()
+        engines = {"engine/engines": float(len(self._pool.engines))}
+        return engines | engine_metrics(await self._pool.statistics()) | self._pool.collector.flight.metrics()
 
     def live(self) -> Load:
         """Return what engines and workers do now. Threads other than the event loop's may call it."""
@@ -219,13 +227,13 @@ class RolloutService:
             head = self._start_ray(folder, logs)
         self._cleanup.callback(_leave_ray)
         self._cleanup.callback(janitor.look)
-        from megatron_fleet.rollout.engine_slot import EngineGroup
         from megatron_fleet.rollout.pool import Pool
 
         # Leftovers of a killed server are removed with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
-        self._pool = Pool(self._config, self._actor_settings(logs, head), variables, lambda: self.resend)
-        self.engines = EngineGroup(self._pool.engines, self.wait_ready)
+        settings = self._actor_settings(logs, head)
+        self._pool = Pool(self._config, settings, variables, lambda: self.resend, self.wait_ready)
+        self.engines = self._pool.group
         self._cleanup.push_async_callback(self._pool.close)
         watching = asyncio.create_task(self._pool.collector.monitor.watch())
         self._cleanup.push_async_callback(_end, watching)
@@ -256,6 +264,7 @@ class RolloutService:
     async def _start_pool(self, serving: asyncio.Task[str], head: RayHead | None) -> None:
         hosts, nodes = self._site.inventory.hosts, self._site.nodes
         if nodes is not None:
+            nodes.rollout_hosts = self._pool
             if head is not None:
                 await nodes.join(head, hosts[0].name)
             addresses = [host.address for host in hosts if host.rollout]

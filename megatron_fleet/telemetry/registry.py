@@ -185,6 +185,7 @@ _ASYNC = {
 }
 
 _ENGINE = {
+    "engines": "Engines at the end of the step; it changes with rollout.engine.replicas=auto.",
     "running_mean": "Mean requests that an engine computed together, over the engine steps of all engines since the "
     "step before; an evaluation in that time counts too.",
     "running_max": "Most of them in one engine step.",

@@ -50,7 +50,7 @@ class Load:
         """
         answer = answer or min(rollout.sampling.max_tokens_per_turn, rollout.max_context // 2)
         load = cls(
-            sequences or max(1, rollout.most_in_flight() // rollout.engine.replicas),
+            sequences or max(1, rollout.most_in_flight() // rollout.engine.count),
             prompt or min(2048, rollout.max_context - answer),
             answer,
         )

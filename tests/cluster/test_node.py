@@ -17,7 +17,7 @@ from waiting import HANG_S, until
 
 from megatron_fleet.cluster import frames, handshake
 from megatron_fleet.cluster.inventory import Device, Host
-from megatron_fleet.cluster.joined_nodes import NodeRanks, Nodes, RanksOfHost, host_from_plain, host_to_plain
+from megatron_fleet.cluster.joined_nodes import NodeRanks, Nodes, RanksOfHost, RayHead, host_from_plain, host_to_plain
 from megatron_fleet.cluster.node_process import own_folder
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.load import load
@@ -28,10 +28,12 @@ HERE = os.uname().nodename
 
 
 @contextlib.asynccontextmanager
-async def controller(logs: Path, count: int = 1, ranks: int = 2, wait_s: float = HANG_S) -> AsyncIterator:
+async def controller(
+    logs: Path, count: int = 1, ranks: int = 2, wait_s: float = HANG_S, elastic: bool = False
+) -> AsyncIterator:
     """A listener that admits nodes, and these."""
     config = load(["experiment=quickstart"]).model_dump_json()
-    listener, nodes = RankListener(TOKEN, config, ranks), Nodes(count, logs, wait_s)
+    listener, nodes = RankListener(TOKEN, config, ranks), Nodes(count, logs, wait_s, elastic=elastic)
     listener.admit("node", nodes.admit)
     await listener.listen("127.0.0.1", 0)
     try:
@@ -42,10 +44,10 @@ async def controller(logs: Path, count: int = 1, ranks: int = 2, wait_s: float =
 
 
 @contextlib.contextmanager
-def node(address: str, token: str = TOKEN) -> Iterator[subprocess.Popen[str]]:
+def node(address: str, token: str = TOKEN, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """`mfleet node` on this machine."""
     environment = os.environ | {"MFLEET_CONTROLLER": address, "MFLEET_TOKEN": token, "MFLEET_HOST_ADDRESS": "127.0.0.1"}
-    command = [sys.executable, "-m", "megatron_fleet.cli", "node"]
+    command = [sys.executable, "-m", "megatron_fleet.cli", "node", *arguments]
     process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
         yield process
@@ -159,6 +161,64 @@ async def test_a_host_that_is_lost_while_ranks_are_started_is_named(tmp_path):
         one.close()
 
 
+class Engines:
+    """Notes which hosts are added, released and removed; a release takes until ``may_go`` is set."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.may_go = asyncio.Event()
+
+    async def add_host(self, host: Host) -> None:
+        self.calls.append(("add", host.name))
+
+    async def release_host(self, name: str) -> None:
+        self.calls.append(("release", name))
+        await self.may_go.wait()
+
+    async def remove_host(self, name: str) -> None:
+        self.calls.append(("remove", name))
+
+
+async def test_hosts_with_engines_only_come_and_go(tmp_path):
+    lasting, spot = (host_to_plain(Host(n, "10.0.0.1", rollout_only=n == "spot")) for n in ("lasting", "spot"))
+    async with controller(tmp_path / "logs", elastic=True) as (listener, nodes):
+        engines = nodes.rollout_hosts = Engines()
+        _, early = await dial(listener.address, "node", spot)
+        assert not nodes._known and engines.calls == []  # it counts for nothing, and Ray is not there yet
+        _, writer = await dial(listener.address, "node", lasting)
+        assert [host.name for host in await nodes.hosts()] == ["lasting"]
+        await nodes.join(RayHead("a:1", {}, "folder", "run"), "lasting")
+        await until(lambda: engines.calls == [("add", "spot")])
+        early.close()
+        await until(lambda: engines.calls[1:] == [("remove", "spot")])
+        moved = spot | {"address": "10.0.0.7"}
+        _, again = await dial(listener.address, "node", moved)
+        await until(lambda: engines.calls[2:] == [("add", "spot")])
+        again.close()
+        writer.close()
+
+
+@pytest.mark.slow
+async def test_a_host_with_engines_only_asks_for_its_release_at_sigterm(tmp_path):
+    async with controller(tmp_path / "logs", count=1, elastic=True) as (listener, nodes):
+        engines = nodes.rollout_hosts = Engines()
+        with node(listener.address, TOKEN, "--rollout-only") as process:
+            await until(lambda: HERE in nodes._links)
+            process.terminate()
+            await until(lambda: engines.calls == [("release", HERE)])
+            assert process.poll() is None
+            engines.may_go.set()
+            assert await ended(process) == 0
+            await until(lambda: engines.calls[1:] == [("remove", HERE)])
+
+
+async def test_a_run_with_a_fixed_number_of_engines_refuses_hosts_with_engines_only(tmp_path):
+    async with controller(tmp_path / "logs") as (listener, _):
+        refusal, _ = await dial(listener.address, "node", host_to_plain(Host("a", "10.0.0.1", rollout_only=True)))
+        assert refusal is not None and refusal[0] == "refused"
+        assert "rollout.engine.replicas=auto and rollout.engine.colocated=false" in refusal[1]
+
+
 async def dial(address: str, kind: str, who: object) -> tuple[list | None, asyncio.StreamWriter]:
     """The answer, and what keeps the connection."""
     host, port = address.rsplit(":", 1)
@@ -194,8 +254,9 @@ def test_a_refused_node_says_why(tmp_path):
     assert "another" not in errors
 
 
-def test_a_host_travels_whole():
-    host = Host("a", "10.0.0.1", (Device(3, "GPU-3", "H100", 80 << 30),))
+@pytest.mark.parametrize("rollout_only", [False, True])
+def test_a_host_travels_whole(rollout_only):
+    host = Host("a", "10.0.0.1", (Device(3, "GPU-3", "H100", 80 << 30),), rollout_only=rollout_only)
     assert host_from_plain(frames.unpack(frames.body("node", host_to_plain(host)))[1]) == host
     for wrong in (None, {}, {"name": "a", "address": "b", "devices": [{"index": 1}]}):
         with pytest.raises(ValueError):

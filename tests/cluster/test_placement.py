@@ -88,6 +88,25 @@ def test_devices_go_by_their_index_not_their_position():
     assert hosts.visible_devices("a", (6, 5)) == "GPU-0006,GPU-0005"
 
 
+def test_auto_takes_what_the_hosts_have():
+    everything = PlacementRequest(2, engines=None, tensor_parallel=2)
+    assert place(inventory(4, 4), replace(everything, colocated=True)).engines == engines_at(("a", (0, 1)))
+    apart = replace(everything, colocated=False)
+    placed = place(inventory(4, 5), apart)
+    assert placed.engines == engines_at(("a", (2, 3)), ("b", (0, 1)), ("b", (2, 3)))
+    assert place(inventory(2), apart).engines == ()  # hosts with engines only may join
+    assert place(inventory(0, 0), apart).engines == engines_at(("a", ()), ("b", ()))
+    with pytest.raises(UserError, match="1 × 2 GPUs do not fit into the 1 that the ranks have"):
+        place(inventory(1), replace(everything, ranks=1, colocated=True))
+    # Without others it would be shm, which reaches no engine on another host.
+    assert place(inventory(0), apart).transport == "gloo"
+    config = load(["experiment=quickstart", "rollout.engine.replicas=auto"])
+    assert PlacementRequest.of(1, config.rollout.engine).engines is None
+    assert place(inventory(2), PlacementRequest.of_evaluation(config.rollout.engine)).engines == engines_at(
+        ("a", (0,)), ("a", (1,))
+    )
+
+
 def test_engines_without_a_trainer():
     config = load(["experiment=quickstart", "rollout.engine.replicas=3"])
     placed = place(inventory(2, 1), PlacementRequest.of_evaluation(config.rollout.engine))

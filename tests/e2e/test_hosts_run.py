@@ -176,3 +176,67 @@ def test_torchrun_on_two_hosts_with_weights_by_disk(hosts, alone, tmp_path):
     assert norms(tmp_path)[0] == pytest.approx(alone, rel=EXACT)
     assert {"rank_0.log", "rank_1.log", "engine-0.log", "engine-1.log", "node-n2.log"} <= logged(tmp_path)
     assert_nothing_left(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def four_hosts(tmp_path_factory) -> Iterator[Hosts]:
+    with Hosts(["n1", "n2", "n3", "n4"], visible=[tmp_path_factory.getbasetemp()]) as hosts:
+        yield hosts
+
+
+def rows(out: Path) -> list[dict[str, float]]:
+    file = out / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def busy(out: Path, engine: str) -> bool:
+    """Whether an engine computes requests now."""
+    status = json.loads((out / "status.json").read_text()) if (out / "status.json").exists() else {"engines": []}
+    return any(one["name"] == engine and one["running"] > 0 for one in status["engines"])
+
+
+@pytest.mark.nightly(minutes=5)
+def test_hosts_with_engines_only_join_are_killed_and_leave_while_the_run_goes_on(four_hosts, tmp_path):
+    hosts, alone = four_hosts, [MFLEET, "node", "--rollout-only"]
+    changes = ["run.steps=200", "cluster.nodes=2", "parallel.data=1", "rollout.samples_per_prompt=8"]
+    changes += ["rollout.engine.replicas=auto", "rollout.engine.colocated=false"]
+    with Processes(hosts, tmp_path) as processes:
+        said = tmp_path / "train.txt"
+
+        def serves(number: int) -> bool:
+            return re.search(rf"engine {number} on \S+ serves", said.read_text()) is not None
+
+        def aborted() -> float:
+            return sum(row.get("accounting/aborted", 0.0) for row in rows(tmp_path))
+
+        def more_steps(count: int) -> Callable[[], bool]:
+            before = len(rows(tmp_path))
+            return lambda: len(rows(tmp_path)) >= before + count
+
+        processes.start("train", "n1", [MFLEET, "train", *SMALL, *changes, "--out", tmp_path])
+        for host in ("n1", "n2"):
+            processes.start(f"node-{host}", host, [MFLEET, "node"])
+        processes.start("node-n3", "n3", alone)
+        processes.finish(until=lambda: serves(2) and busy(tmp_path, "engine 2"))
+        before = aborted()
+        hosts.power_off("n3")
+        processes.forget("node-n3")
+        processes.start("node-n4", "n4", alone)
+        processes.finish(until=lambda: "engine 2 on" in said.read_text() and "has left" in said.read_text())
+        processes.finish(until=lambda: serves(3))
+        processes.finish(until=more_steps(2))
+        assert aborted() > before  # the episodes of the killed host's engine were counted and played again
+        counted = aborted()
+        processes.finish(until=lambda: busy(tmp_path, "engine 3"))
+        (leaving,) = (process for name, process, _ in processes._started if name == "node-n4")
+        hosts.output("n4", ["pkill", "-TERM", "-f", "[m]fleet node --rollout-only"])
+        processes.finish(until=lambda: leaving.poll() == 0)
+        processes.finish(until=more_steps(2))
+        assert aborted() == counted  # requests of a host that leaves are finished by others
+        engines = [row["engine/engines"] for row in rows(tmp_path) if "engine/engines" in row]
+        assert max(engines) == 3 and engines[-1] == 2
+        for row in rows(tmp_path):
+            if "accounting/started" in row:
+                ended = ("known", "unknown", "retried", "aborted", "stale", "unfinished", "replaced")
+                assert row["accounting/started"] == sum(row.get(f"accounting/{name}", 0.0) for name in ended)
+    assert_nothing_left(tmp_path)

@@ -64,7 +64,7 @@ class Slot(EngineSlot):
         resend: what the slot finds when it asks for weights again.
     """
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, joining: bool = False) -> None:
         self.calls: list[Any] = []
         self.killed: list[Any] = []
         self.moves: list[tuple[str, str]] = []
@@ -84,7 +84,7 @@ class Slot(EngineSlot):
             self.moves.append((before, now))
 
         resend = {"resend": lambda: self.resend}
-        super().__init__("engine 0", "log", make, host="127.0.0.1", on_move=on_move, **resend, **timeouts)
+        super().__init__("engine 0", "log", make, host="127.0.0.1", on_move=on_move, **resend, **timeouts, joining=joining)
 
     @property
     def actor(self) -> FakeActor:

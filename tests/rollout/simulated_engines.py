@@ -77,7 +77,7 @@ class Simulation:
         seed: int = 0,
     ) -> None:  # fmt: skip
         self.engines = [Engine(kv, sequences) for _ in range(engines)]
-        self.concurrency = Concurrency(engines, sequences)
+        self.concurrency = Concurrency(range(engines), sequences)
         self.mean, self.sigma, self.of_step = mean, sigma, step
         self.use: list[float] = []
         self.allowed: list[int] = []

@@ -22,7 +22,7 @@ def reading(use: float, **counts) -> EngineStatistics:
 
 def grown(use: float, engines: int = 1, sequences: int = 1024, turnovers: int = 6) -> Concurrency:
     """Bounded so far by places: engines were at ``use`` whatever played."""
-    concurrency = Concurrency(engines, sequences)
+    concurrency = Concurrency(range(engines), sequences)
     for _ in range(turnovers):
         turnover(concurrency, reading(use), engines)
     return concurrency
@@ -104,7 +104,7 @@ def test_half_of_the_engines_play_half_of_the_episodes_until_the_others_are_back
 
 
 def test_it_grows_once_in_a_turnover_by_half_of_the_room():
-    concurrency = Concurrency(2, 1024)
+    concurrency = Concurrency(range(2), 1024)
     assert concurrency.allowed == 2 * START
     concurrency.observe(0, True, reading(0.5), playing=64, waiting=1, ended=63)
     concurrency.observe(1, True, reading(0.5), playing=64, waiting=1, ended=0)
@@ -116,7 +116,7 @@ def test_it_grows_once_in_a_turnover_by_half_of_the_room():
 
 
 def test_it_does_not_grow_while_nobody_waits_for_a_place():
-    concurrency = Concurrency(1, 1024)
+    concurrency = Concurrency(range(1), 1024)
     for _ in range(9):
         concurrency.observe(0, True, reading(0.1), playing=20, waiting=0, ended=20)
     assert concurrency.allowed == START
@@ -188,7 +188,7 @@ OBSERVATION = st.tuples(
 
 @given(st.integers(1, 600), st.lists(OBSERVATION, max_size=60))
 def test_whatever_engines_report_the_number_is_within_its_bounds_and_no_overload_raises_it(sequences, observations):
-    concurrency, serving = Concurrency(4, sequences), [True] * 4
+    concurrency, serving = Concurrency(range(4), sequences), [True] * 4
     for engine, serves, counts, playing, waiting, ended in observations:
         before, same = concurrency.allowed, serving[engine] == serves
         serving[engine] = serves

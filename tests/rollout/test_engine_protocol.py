@@ -248,6 +248,49 @@ async def test_a_session_stays_and_new_ones_go_where_there_is_room():
         busy.cancel()
 
 
+async def test_the_rest_of_a_turn_of_an_engine_that_leaves_is_sampled_by_another():
+    leaving, other = Sleeper(), Echo(7)
+    async with serving(leaving) as (server, first), serving(other) as (_, second):
+        pool = connect([first], TOKEN, HANG_S)
+        await pool.generate([9, 8], SamplingParams(1.0, 2, (), 1), "elsewhere")
+        leaving.seen.clear()
+        pool.moved("", second)
+        interrupt, generate = asyncio.Event(), leaving.generate
+
+        async def until_interrupted(*request):
+            await interrupt.wait()
+            return await generate(*request)
+
+        server._generate = until_interrupted
+        turn = asyncio.create_task(pool.generate([9, 8], SamplingParams(1.0, 4, (), 1), "elsewhere"))
+        await until(lambda: pool._replicas[0].in_flight == 1)
+        pool.leaves(first)
+        interrupt.set()
+        await server.finish()  # whoever waits for it may end the engine now
+        got = await turn
+        pool.moved(first, "")
+    assert other.seen[0][0] == [9, 8, 10, 11] and other.seen[0][1].max_tokens == 2
+    assert got.versions == ((1, 0, 2), (7, 2, 6)) and got.interruptions == 1
+    assert server._running == {}
+
+
+async def test_turns_wait_while_all_engines_have_left_and_what_waits_for_a_lost_one_is_lost():
+    async with serving(Echo(1)) as (_, first), serving(Echo(2)) as (_, second):
+        pool = connect([first], TOKEN, HANG_S)
+        lost = asyncio.create_task(pool.generate([0], params(), "a"))
+        await until(lambda: pool._replicas[0].in_flight == 1)
+        await until(lambda: pool._replicas[0]._writer is not None)
+        pool.moved(first, "")
+        with pytest.raises(EngineLost):
+            await lost
+        async with deadline(0.3):
+            waiting = asyncio.create_task(pool.generate([5], params(), "a"))
+            await asyncio.sleep(0.6)  # longer than the deadline
+            assert not waiting.done()
+            pool.moved("", second)
+            assert (await waiting).versions == ((2, 0, 1),)
+
+
 @pytest.mark.parametrize(
     "answer", [["done", []], ["done", 0, None, b"", "stop", [], None], ["lost", {}], ["refused", 0], ["done"]]
 )

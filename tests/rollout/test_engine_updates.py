@@ -17,6 +17,8 @@ from waiting import HANG_S
 from megatron_fleet.agents.token_engine import EngineLost, SamplingParams
 from megatron_fleet.envs.base import Image
 from megatron_fleet.models.images import PlacedImage
+from megatron_fleet.rollout.components import ComponentLost
+from megatron_fleet.rollout.engine_slot import EngineGroup
 from megatron_fleet.rollout.requests import RolloutFailed
 
 CALLS = {
@@ -287,6 +289,102 @@ async def test_an_engine_that_fails_in_an_update_has_it_when_the_update_ends(slo
     await slot.update(1, lasting=False)
     assert slot.actor is not first and slot.version == 1
     assert "finish_update" not in [call[0] for call in slot.calls[: slot.calls.index(("listen", "127.0.0.1"))]]
+
+
+async def test_an_engine_joins_with_the_weights_of_the_others_and_their_updates_do_not_wait_for_it(monkeypatch):
+    old, new = Slot(monkeypatch), Slot(monkeypatch, joining=True)
+    slots = [old]
+    group = EngineGroup(slots, pause)
+    await old.begin()
+    await give(group, 1)
+    new.may_start.clear()
+    slots.append(new)
+    joining = asyncio.create_task(new.join(group.latest, group.init_info, group.settled))
+    await pause()
+    await asyncio.wait_for(give(group, 2), HANG_S)
+    assert old.version == 2 and not joining.done()
+    new.may_start.set()
+    await asyncio.wait_for(joining, HANG_S)
+    assert new.version == 2 and new.names() == ["listen", "start", *UPDATE, "serve"]
+    await give(group, 3)
+    assert new.version == old.version == 3 and new.names() == UPDATE
+    for slot in slots:
+        await slot.close()
+
+
+async def test_an_engine_that_joins_during_an_update_waits_for_its_end(monkeypatch):
+    old, new = Slot(monkeypatch), Slot(monkeypatch, joining=True)
+    slots = [old]
+    group = EngineGroup(slots, pause)
+    await old.begin()
+    await give(group, 1)
+    await group.begin_update()
+    slots.append(new)
+    joining = asyncio.create_task(new.join(group.latest, group.init_info, group.settled))
+    await pause()
+    assert new.names() == ["listen", "start"]
+    await group.finish_update(2, {"round": 2})
+    await joining
+    assert new.version == 2
+    for slot in slots:
+        await slot.close()
+
+
+async def test_nobody_waits_for_an_engine_that_leaves(monkeypatch):
+    slots = [Slot(monkeypatch), Slot(monkeypatch)]
+    group = EngineGroup(slots, pause)
+    for slot in slots:
+        await slot.begin()
+    lost, kept = slots
+    lost.may_start.clear()
+    await lost.lose()
+    waiting = [asyncio.create_task(lost.serving()), asyncio.create_task(give(group, 1))]
+    await pause()
+    assert not any(task.done() for task in waiting)
+    lost.leave()
+    await asyncio.wait_for(asyncio.gather(*waiting), HANG_S)
+    assert kept.version == 1
+    with pytest.raises(ComponentLost, match="engine 0 has left"):
+        await lost.sampled_tokens()
+    await give(group, 2)
+    assert kept.version == 2 and lost.gone and not lost.is_serving
+    cancelled = asyncio.create_task(kept.score([], HANG_S))
+    cancelled.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await cancelled
+    await kept.close()
+
+
+async def give(group, version):
+    """Give engines a version, as a transport does."""
+    await group.open_transport(INIT_INFO)
+    await group.begin_update()
+    await group.load({"round": version})
+    await group.finish_update(version, {"round": version})
+
+
+async def test_an_engine_that_is_to_leave_answers_what_it_has_as_interrupted(actor, monkeypatch):
+    stopped = asyncio.Event()
+
+    async def pause_generation(**how):
+        assert how == {"mode": "abort", "clear_cache": False}
+        stopped.set()
+
+    async def run(name, request, params):
+        await stopped.wait()
+        output = FakeOutput("abort")
+        output.outputs[0].logprobs = SimpleNamespace(logprobs=[-1.0])
+        return output
+
+    monkeypatch.setattr(actor._llm, "pause_generation", pause_generation, raising=False)
+    monkeypatch.setattr(actor, "_run", run)
+    turn = asyncio.create_task(actor._generate([1], SamplingParams(1.0, 4, (), 1), "s", ()))
+    await pause()
+    await actor.interrupt()
+    got = await turn
+    assert (got.finish_reason, got.token_ids.tolist()) == ("interrupted", [5])
+    later = await actor._generate([1], SamplingParams(1.0, 4, (), 1), "s", ())
+    assert (later.finish_reason, len(later.token_ids)) == ("interrupted", 0)
 
 
 class FakeOutput:

@@ -34,13 +34,16 @@ def config(episodes="auto", **rollout):
 
 def flight(engines=1, **rollout) -> Flight:
     made = config(**rollout)
-    return Flight(made.rollout, made.env, engines)
+    return Flight(made.rollout, made.env, [f"engine {number}" for number in range(engines)])
 
 
 class Engine:
     """An engine that serves."""
 
-    name, is_serving = "engine 0", True
+    is_serving = True
+
+    def __init__(self, number):
+        self.name = f"engine {number}"
 
     async def serving(self):
         return None
@@ -82,13 +85,13 @@ class Worker:
 
 def collector_of(worker, engines=1, **rollout) -> Collector:
     made = config(**rollout)
-    return Collector(made.rollout, made.env, [Engine() for _ in range(engines)], [worker], Environments())
+    return Collector(made.rollout, made.env, [Engine(number) for number in range(engines)], [worker], Environments())
 
 
 def test_a_number_bounds_nothing_but_the_places():
     fixed = flight(episodes=7)
     assert (fixed.places, fixed.allowed, fixed.limit) == (7 + LOOKAHEAD, 7, None)
-    fixed.read(0, EngineReading("engine 0", True, FULL), in_flight=7, waiting=1)
+    fixed.read(EngineReading("engine 0", True, FULL), in_flight=7, waiting=1)
     assert fixed.allowed == 7 and fixed.limit is None
 
 
@@ -102,21 +105,21 @@ def test_auto_begins_with_a_few_and_has_places_for_what_engines_decode_together(
     found = flight(3, engine={"replicas": 3, "max_num_seqs": 100})
     assert (found.places, found.allowed, found.limit) == (300 + LOOKAHEAD, 3 * START, 3 * START + LOOKAHEAD)
     assert flight(engine={"max_num_seqs": 10}).allowed == 10
-    found.read(1, EngineReading("engine 1", False), in_flight=80, waiting=0)
+    found.read(EngineReading("engine 1", False), in_flight=80, waiting=0)
     assert found.allowed == 2 * START
 
 
 def test_environments_that_start_ahead_do_not_count_as_playing():
     found = flight()
     full = EngineReading("engine 0", True, FULL)
-    found.read(0, full, in_flight=START + LOOKAHEAD, waiting=9)
+    found.read(full, in_flight=START + LOOKAHEAD, waiting=9)
     assert found.allowed == int(START * (1 - CUT))
 
 
 def test_metrics_are_of_the_readings_since_they_were_asked_for_and_defined():
     found = flight()
     for episodes in (10, 0, 20):
-        found.read(0, EngineReading("engine 0", True), in_flight=episodes, waiting=0)
+        found.read(EngineReading("engine 0", True), in_flight=episodes, waiting=0)
     metrics = found.metrics()
     assert metrics == {"engine/episodes_allowed": START, "engine/episodes_in_flight_mean": 15}
     assert found.metrics() == {"engine/episodes_allowed": START}
@@ -151,8 +154,7 @@ async def test_more_episodes_begin_only_when_engines_have_room():
     await until(lambda: worker.playing == START + LOOKAHEAD)
 
     def read(counts):
-        collector.monitor.engines[0] = EngineReading("engine 0", True, counts)
-        collector._read(0)
+        collector._read(EngineReading("engine 0", True, counts))
 
     read(FULL)
     less = int(START * (1 - CUT)) + LOOKAHEAD

@@ -25,6 +25,10 @@ AUTO_SEQUENCES = 256
 CUDA graphs for batches of up to 512 tokens only."""
 UNOBSERVED_EPISODES = 256
 """Episodes that ``auto`` plays at once where no engine reports its load: at an endpoint, or with another sampler."""
+AUTO = "auto"
+Replicas = Literal["auto"] | Annotated[int, Field(ge=1)]
+ELASTIC_EPISODES = 16_384
+"""Most episodes in flight where the number of engines is not known."""
 EpisodesInFlight = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_EPISODES)]
 
 
@@ -60,7 +64,12 @@ class SpeculativeConfig(Section):
 
 
 class EngineConfig(Section):
-    replicas: int = Field(1, ge=1, description="Engines, each with its own copy of the weights.")
+    replicas: Replicas = Field(
+        1,
+        description="Engines, each with its own copy of the weights. auto: as many as the hosts have room for; with "
+        "rollout.engine.colocated=false, hosts that run `mfleet node --rollout-only` add theirs whenever they join, "
+        "and may leave.",
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="Tensor-parallel size of an engine: devices that share its matrices."
     )
@@ -158,6 +167,16 @@ class EngineConfig(Section):
     probe_tolerance: float = Field(
         0.1, gt=0, description="Mean absolute difference of these log-probs, in nats, above which the run ends."
     )
+
+    @property
+    def count(self) -> int:
+        """Number of engines; 1 where the hosts decide it (``replicas=auto``) and are not known yet."""
+        return 1 if self.replicas == "auto" else self.replicas
+
+    @property
+    def elastic(self) -> bool:
+        """Whether engines may be added, and may leave, during the run."""
+        return self.replicas == "auto" and self.colocated is False
 
     def sequences(self, episodes_in_flight: EpisodesInFlight) -> int:
         """Return how many sequences a replica decodes together."""
@@ -265,6 +284,8 @@ class RolloutConfig(Section):
             return self.episodes_in_flight
         if endpoint or not self.adapts:
             return UNOBSERVED_EPISODES
+        if self.engine.replicas == "auto":
+            return ELASTIC_EPISODES
         return min(MAX_EPISODES, self.engine.replicas * self.engine.sequences("auto"))
 
 
