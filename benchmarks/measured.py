@@ -28,6 +28,7 @@ MEASURES: Mapping[str, tuple[str, ...]] = {
         "envs/openenv_client.py",
     ),
     "logprob_memory": ("trainer/megatron/logprob.py", "trainer/megatron/logprob_torch.py"),
+    "long_engines": ("planning/rollout.py", "planning/workload.py"),
     "mixture": ("data/mixture.py",),
     "modes": ("loop/batches.py", "loop/train.py", "rollout", "algorithms"),
     "offload": ("trainer/megatron/offload.py",),

@@ -265,6 +265,7 @@ class RolloutService:
         hosts, nodes = self._site.inventory.hosts, self._site.nodes
         if nodes is not None:
             nodes.rollout_hosts = self._pool
+            self._cleanup.callback(setattr, nodes, "rollout_hosts", None)
             if head is not None:
                 await nodes.join(head, hosts[0].name)
             addresses = [host.address for host in hosts if host.rollout]

@@ -25,6 +25,7 @@ EPISODE = {"env_concurrency_roles.py"}
 """Scripts for the episode environment."""
 TINY = {
     "controller.py": "--steps 1 --sequences 2 --large 2 --run-steps 0",
+    "long_engines.py": "--experiments qwen3_5_35b_a3b_fleet --seeds 1",
     "mixture.py": "--seeds 1 --steps 2 --prompts 4 --samples 2",
     "offload.py": "--layers 1 --hidden 64 --vocab 512 --repeats 1",
     "quant_kernels.py": "--rows 128 --cols 128 --repeats 1",

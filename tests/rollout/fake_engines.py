@@ -84,7 +84,9 @@ class Slot(EngineSlot):
             self.moves.append((before, now))
 
         resend = {"resend": lambda: self.resend}
-        super().__init__("engine 0", "log", make, host="127.0.0.1", on_move=on_move, **resend, **timeouts, joining=joining)
+        super().__init__(
+            "engine 0", "log", make, host="127.0.0.1", on_move=on_move, **resend, **timeouts, joining=joining
+        )
 
     @property
     def actor(self) -> FakeActor:

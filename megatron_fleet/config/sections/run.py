@@ -77,7 +77,10 @@ class ClusterConfig(Section):
         "torchrun or srun does, and MFLEET_CONTROLLER and MFLEET_TOKEN tell them where this process listens.",
     )
     nodes: int = Field(
-        0, ge=0, description="Hosts that run `mfleet node`, this one included if it does; 0: all is on this machine."
+        0,
+        ge=0,
+        description="Hosts that run `mfleet node`, this one included if it does, those with --rollout-only not; 0: all "
+        "is on this machine.",
     )
     gpu: Literal["A100", "H20", "H100", "H200", "B200", "B300"] | None = Field(
         None,
