@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).with_suffix("").with_name("performance.md")
 PAGE = ROOT / "docs" / "understand" / "performance.md"
 SHOWN = (
     "checkpoint", "controller", "convert", "counts", "env_concurrency", "logprob_memory", "modes", "offload", "packing",
-    "quickstart", "report", "rollout", "train_step", "two_runs", "verdicts", "weight_sync",
+    "peers", "quickstart", "report", "rollout", "train_step", "two_runs", "verdicts", "weight_sync",
 )  # fmt: skip
 MARK = " †"
 
@@ -65,6 +65,9 @@ def derived(results: Mapping[str, Result]) -> dict[str, Any]:
     host_ms = sorted(each["host_ms_per_micro_batch"] for each in results["train_step"].values)
     sync_s = sync["sync_s" if "sync_s" in sync.values else "publish_s"]  # the name before a verb was renamed
     found: dict[str, Any] = {
+        "peers_ratios": ", ".join(f"{ratio:.1f}" for ratio in sorted(results["peers"]["ratios"])),
+        "peers_rollout": _ratio(results["peers"], lambda share: share),
+        "peers_rest": _ratio(results["peers"], lambda share: 1 - share),
         "rollout_pairs": ", ".join(f"{ratio:.2f}" for ratio in sorted(rollout["ratio_pairs"])),
         "host_ms": f"{host_ms[0]:.2f} to {host_ms[-1]:.2f}",
         "controller_ms": ", ".join(f"{step['cpu_ms_per_step']:.0f}" for step in controller["steps"]),
@@ -86,6 +89,15 @@ def derived(results: Mapping[str, Result]) -> dict[str, Any]:
     for name, key in fills.items():
         found[name] = " | ".join(f"{value:.3f}" for value in packing[key].values())
     return found
+
+
+def _ratio(peers: Result, part: Callable[[float], float]) -> float:
+    """Seconds of TRL ÷ ours, of a part of the step. ``part``: its share, from that of the rollout."""
+    ours, theirs = (
+        figures["seconds_per_episode"] * part(figures["rollout_share"])
+        for figures in (peers["sides"]["ours"], peers["sides"]["trl"])
+    )
+    return float(theirs / ours)
 
 
 def _state(result: Result) -> str:

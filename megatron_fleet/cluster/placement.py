@@ -42,7 +42,7 @@ class PlacementRequest:
     @classmethod
     def of(cls, ranks: int, engine: EngineConfig) -> PlacementRequest:
         """Return the settings for a run. ``ranks``: of the trainer, see `Config.ranks`."""
-        replicas = None if engine.replicas == AUTO else engine.replicas
+        replicas = None if engine.replicas == "auto" else engine.replicas
         tensor_parallel = engine.tensor_parallel
         if ranks == 0:
             transport = "message" if engine.transport == AUTO else engine.transport
@@ -52,7 +52,7 @@ class PlacementRequest:
     @classmethod
     def of_evaluation(cls, engine: EngineConfig) -> PlacementRequest:
         """Return the settings for engines without a trainer."""
-        replicas = None if engine.replicas == AUTO else engine.replicas
+        replicas = None if engine.replicas == "auto" else engine.replicas
         return cls(0, replicas, engine.tensor_parallel, colocated=False)
 
 
@@ -203,7 +203,7 @@ def _engines_on_devices(
         taken = len(ranks_of[host.name])
         free.append((host, host.devices[:taken] if colocated else host.devices[taken:]))
     # Round-robin: the n-th engine of every host comes before the (n+1)-th of any.
-    columns = [engines_on(host, devices, size) for host, devices in free]
+    columns = [_engines_on(host, devices, size) for host, devices in free]
     places = [place for turn in zip_longest(*columns) for place in turn if place is not None]
     least = request.engines if request.engines is not None else 1 if colocated or not request.ranks else 0
     if len(places) >= least:
@@ -211,11 +211,15 @@ def _engines_on_devices(
     raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], request, colocated))
 
 
-def engines_on(host: Host, devices: Sequence[Device], tensor_parallel: int) -> list[EnginePlace]:
-    """Return places of engines on these devices of a host, as many as fit; a host without devices has one."""
-    size = tensor_parallel
-    if not host.devices:
+def engines_of_joined(inventory: Inventory, host: Host, tensor_parallel: int) -> list[EnginePlace]:
+    """Return places of engines on a host that joins a run on these hosts; none if it has no GPUs and others do."""
+    if not any(one.devices for one in (*inventory.hosts, host)):
         return [EnginePlace(host.name, ())]
+    return _engines_on(host, host.devices, tensor_parallel)
+
+
+def _engines_on(host: Host, devices: Sequence[Device], size: int) -> list[EnginePlace]:
+    """Return places of engines on these devices of a host, as many as fit."""
     starts = range(0, len(devices) - size + 1, size)
     return [EnginePlace(host.name, tuple(device.index for device in devices[i : i + size])) for i in starts]
 

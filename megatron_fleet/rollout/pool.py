@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megatron_fleet.cluster.inventory import LOOPBACK, Host
 from megatron_fleet.cluster.launcher import last_line
-from megatron_fleet.cluster.placement import engines_on
+from megatron_fleet.cluster.placement import engines_of_joined
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import Config
 from megatron_fleet.envs.registry import ServerStart, environment_token
@@ -137,7 +137,12 @@ class Pool:
 
         One that cannot start is left out, with a line in the log.
         """
-        places = engines_on(host, host.devices, self._config.rollout.engine.tensor_parallel)
+        size = self._config.rollout.engine.tensor_parallel
+        places = engines_of_joined(self._settings.inventory, host, size)
+        if not places:
+            log.warning(
+                "host %s gets no engine: it has %d GPUs, an engine needs %d", host.name, len(host.devices), size
+            )
         first = len(self._settings.engines)
         self._settings = self._settings.with_host(host, places)
         for slot in [self._engine_slot(first + i, joining=True) for i in range(len(places))]:
@@ -166,6 +171,7 @@ class Pool:
         for slot in leaving:
             await asyncio.gather(*(worker.engine_leaves(slot.endpoint) for worker in self.workers))
             await slot.interrupt()
+            await slot.sample()
         await self.remove_host(name)
 
     async def remove_host(self, name: str) -> None:

@@ -13,6 +13,7 @@ from megatron_fleet.cluster import restarts
 from megatron_fleet.rollout import components, engine_actor, engine_slot, sampler
 from megatron_fleet.rollout.components import RayError
 from megatron_fleet.rollout.engine_slot import EngineSlot
+from megatron_fleet.rollout.engine_statistics import EngineStatistics
 
 INIT_INFO = {"path": "memory"}
 UPDATE = ["open_transport", "begin_update", "load", "finish_update"]
@@ -49,6 +50,8 @@ class FakeActor:
                 raise RayError("its process died")
             if name == "listen":
                 return f"127.0.0.1:{self.number}"
+            if name == "read_statistics":
+                return EngineStatistics(steps=1)
             return "nothing freed" if name == "sleep" else None
 
         return type("Method", (), {"remote": staticmethod(call)})

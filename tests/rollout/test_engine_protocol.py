@@ -123,7 +123,7 @@ async def test_a_foreign_peer_is_disconnected(raw):
 async def test_a_client_that_asks_nonsense_is_disconnected(request_):
     engine = Echo()
     async with serving(engine) as (_, endpoint):
-        reader, writer = await _Replica(endpoint, 0, TOKEN, HANG_S)._dial()
+        reader, writer = await _Replica(endpoint, TOKEN, HANG_S)._dial()
         writer.write(frames.pack(*request_))
         assert await asyncio.wait_for(reader.read(), HANG_S) == b""
         writer.close()
@@ -248,30 +248,38 @@ async def test_a_session_stays_and_new_ones_go_where_there_is_room():
         busy.cancel()
 
 
+class Leaver(Echo):
+    """Samples one token, and no more once it is told to leave."""
+
+    def __init__(self):
+        super().__init__(1)
+        self.leave = asyncio.Event()
+
+    async def generate(self, prompt, sampling, session, images=()):
+        self.seen.append((prompt, sampling))
+        await self.leave.wait()
+        return Generation(np.array([20], np.int32), np.array([-1.0], np.float32), "interrupted", ((1, 0, 1),))
+
+
 async def test_the_rest_of_a_turn_of_an_engine_that_leaves_is_sampled_by_another():
-    leaving, other = Sleeper(), Echo(7)
+    leaving, other = Leaver(), Echo(7)
     async with serving(leaving) as (server, first), serving(other) as (_, second):
         pool = connect([first], TOKEN, HANG_S)
-        await pool.generate([9, 8], SamplingParams(1.0, 2, (), 1), "elsewhere")
-        leaving.seen.clear()
+        turn = asyncio.create_task(pool.generate([9, 8], params(4), "s"))
+        await until(lambda: leaving.seen)
         pool.moved("", second)
-        interrupt, generate = asyncio.Event(), leaving.generate
-
-        async def until_interrupted(*request):
-            await interrupt.wait()
-            return await generate(*request)
-
-        server._generate = until_interrupted
-        turn = asyncio.create_task(pool.generate([9, 8], SamplingParams(1.0, 4, (), 1), "elsewhere"))
-        await until(lambda: pool._replicas[0].in_flight == 1)
+        assert (await pool.generate([5], params(), "another")).versions == ((7, 0, 1),)  # where there is room
         pool.leaves(first)
-        interrupt.set()
-        await server.finish()  # whoever waits for it may end the engine now
-        got = await turn
+        finishing = asyncio.create_task(server.finish())
+        await asyncio.sleep(0.05)
+        assert not finishing.done()
+        leaving.leave.set()
+        await finishing  # its engine may end now
         pool.moved(first, "")
-    assert other.seen[0][0] == [9, 8, 10, 11] and other.seen[0][1].max_tokens == 2
-    assert got.versions == ((1, 0, 2), (7, 2, 6)) and got.interruptions == 1
-    assert server._running == {}
+        got = await turn
+    assert other.seen[-1][0] == [9, 8, 20] and other.seen[-1][1].max_tokens == 3
+    assert got.token_ids.tolist() == [20, 20, 8, 9] and got.versions == ((1, 0, 1), (7, 1, 4))
+    assert got.interruptions == 1
 
 
 async def test_turns_wait_while_all_engines_have_left_and_what_waits_for_a_lost_one_is_lost():

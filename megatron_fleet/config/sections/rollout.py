@@ -25,7 +25,6 @@ AUTO_SEQUENCES = 256
 CUDA graphs for batches of up to 512 tokens only."""
 UNOBSERVED_EPISODES = 256
 """Episodes that ``auto`` plays at once where no engine reports its load: at an endpoint, or with another sampler."""
-AUTO = "auto"
 Replicas = Literal["auto"] | Annotated[int, Field(ge=1)]
 ELASTIC_EPISODES = 16_384
 """Most episodes in flight where the number of engines is not known."""
