@@ -14,6 +14,7 @@ from pathlib import Path
 import namespace_hosts
 import pytest
 from namespace_hosts import ROOT, Hosts, stop
+from test_modes_run import AGAIN
 from waiting import wait_until
 
 reason = namespace_hosts.why_not()
@@ -207,7 +208,7 @@ def test_hosts_with_engines_only_join_are_killed_and_leave_while_the_run_goes_on
             return re.search(rf"engine {number} on \S+ serves", said.read_text()) is not None
 
         def aborted() -> float:
-            return sum(row.get("accounting/aborted", 0.0) for row in rows(tmp_path))
+            return sum(row.get("accounting/attempts_aborted", 0.0) for row in rows(tmp_path))
 
         def more_steps(count: int) -> Callable[[], bool]:
             before = len(rows(tmp_path))
@@ -236,7 +237,7 @@ def test_hosts_with_engines_only_join_are_killed_and_leave_while_the_run_goes_on
         engines = [row["engine/engines"] for row in rows(tmp_path) if "engine/engines" in row]
         assert max(engines) == 3 and engines[-1] == 2
         for row in rows(tmp_path):
-            if "accounting/started" in row:
-                ended = ("known", "unknown", "retried", "aborted", "stale", "unfinished", "replaced")
-                assert row["accounting/started"] == sum(row.get(f"accounting/{name}", 0.0) for name in ended)
+            again = sum(row[f"accounting/attempts_{name}"] for name in AGAIN)
+            assert row["accounting/attempts_started"] - again == row["accounting/episodes"] == 4 * 8
+            assert row["accounting/unknown"] == 0
     assert_nothing_left(tmp_path)

@@ -101,6 +101,39 @@ def test_requests_in_flight_go_on_under_the_new_weights(rollout):
         assert said[cut : cut + after] == greedy_continuation(rollout.models["b"], [prompt + said[:cut]], after)[0]
 
 
+@pytest.mark.nightly(minutes=0.5)
+def test_an_engine_that_leaves_hands_its_turns_over_as_they_are(rollout):
+    """The engine that takes them is the same slot's next one, with the same weights."""
+    tokens = 1900  # as many as the context holds
+
+    async def leave():
+        client, (slot,) = await engine_of(rollout.service), rollout.service._pool.engines
+        calls = [client.generate(prompt, *greedy(tokens)[:1], str(i)) for i, prompt in enumerate(PROMPTS)]
+        asking = asyncio.gather(*calls)
+        await client.generate([5], SamplingParams(0.0, 1, (), 1), "last")
+        left = slot.endpoint
+        client.leaves(left)
+        await slot.interrupt()
+        client.moved(left, "")
+        os.kill((await slot.processes())[-1], signal.SIGKILL)
+        while slot.endpoint == left or not slot.is_serving:
+            await asyncio.sleep(0.1)
+        client.moved("", slot.endpoint)
+        return await asking
+
+    rollout.sync("a")
+    for result, prompt in zip(rollout.run(leave()), PROMPTS, strict=True):
+        assert result.interruptions == 1 and result.finish_reason == "length"
+        (_, start, cut), (version, again, end) = result.versions
+        assert (start, again, end, version) == (0, cut, tokens, rollout.version) and 0 < cut < tokens
+        said = result.token_ids.tolist()
+        for begin in (0, cut):  # before the change, and after it
+            few = min(16, tokens - begin, cut if begin == 0 else tokens)
+            assert (
+                said[begin : begin + few] == greedy_continuation(rollout.models["a"], [prompt + said[:begin]], few)[0]
+            )
+
+
 class Tearing:
     """Changes a byte after its checksum was taken and before engines look; the next engine finds it mended."""
 
