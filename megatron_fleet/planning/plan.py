@@ -83,11 +83,12 @@ class Plan:
 
 
 def make_plan(config: Config, gpu: Gpu, load: Workload) -> Plan:
-    """Plan a run.
+    """Plan a run; the number of its engines is that of `with_engines`.
 
     Raises:
         UserError: the model's shape is not known, or it cannot be computed in this layout at all.
     """
+    config = with_engines(config)
     hf_config, source = shape_of(config.model.path)
     model = read_model(hf_config)
     validate(hf_config, config.parallel, config.policy.recompute, config.policy.lora.rank)

@@ -42,7 +42,8 @@ def test_an_experiment_is_valid_and_fits(name, monkeypatch):
     assert plan.step is not None and plan.step.total > 0
     assert (config.cluster.gpu is None) == (name in (*ON_CPU, "gpu_smoke"))
     if name not in ON_CPU:
-        assert plan.devices == plan.step.devices == 8 * max(1, config.cluster.nodes) or name == "gpu_smoke"
+        hosts = max(1, config.cluster.nodes) + config.rollout.engine.elastic
+        assert plan.devices == plan.step.devices == 8 * hosts or name == "gpu_smoke"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

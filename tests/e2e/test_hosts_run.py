@@ -36,6 +36,8 @@ SMALL = (
     "eval=none",
 )
 RUN_S = 1800.0
+HELD_S = 20.0
+"""Longer than a step, and shorter than an engine may be silent (rollout.engine.health_timeout_s)."""
 EXACT = 1e-5
 """Relative: the sum over ranks may be taken in another order."""
 
@@ -220,6 +222,8 @@ def test_hosts_with_engines_only_join_are_killed_and_leave_while_the_run_goes_on
         processes.start("node-n3", "n3", alone)
         processes.finish(until=lambda: serves(2) and busy(tmp_path, "engine 2"))
         before = aborted()
+        hosts.output("n3", ["pkill", "-STOP", "-f", "EngineCore"])
+        time.sleep(HELD_S)  # until episodes wait for it
         hosts.power_off("n3")
         processes.forget("node-n3")
         processes.start("node-n4", "n4", alone)
