@@ -195,6 +195,12 @@ def test_a_second_component_has_its_own_options():
     assert "#SBATCH --partition=l4" in second
 
 
+def test_engines_that_the_hosts_decide_about_are_left_to_fewer_hosts():
+    keys = ("parallel.data=4", "cluster.nodes=4", "launch.min_hosts=3", "rollout.engine.replicas=auto", "eval=none")
+    script, _ = slurm_script(*keys)
+    assert "export MFLEET_WITH_3_HOSTS=parallel.data=3\n" in script
+
+
 def test_a_job_may_start_with_fewer_hosts_whose_layout_is_valid():
     script, _ = slurm_script(
         "parallel.data=4", "cluster.nodes=4", "launch.min_hosts=3", "rollout.engine.replicas=4", "eval=none"

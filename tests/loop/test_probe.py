@@ -23,6 +23,7 @@ def test_the_worst_engine_counts():
     # The first position predicts nothing: what an engine says there is not looked at.
     close[0][0] = 9
     assert compare(expected, [expected, close], 0.1, 3) == pytest.approx(0.01, abs=1e-6)
+    assert compare(expected, [], 0.1, 3) is None  # all engines have left
 
 
 @pytest.mark.parametrize("wrong", [0.5, np.nan])

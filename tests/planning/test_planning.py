@@ -25,7 +25,7 @@ from megatron_fleet.models.hf_config import read_model
 from megatron_fleet.models.layout import validate
 from megatron_fleet.planning import training
 from megatron_fleet.planning.hardware import GPUS, other_kind
-from megatron_fleet.planning.plan import make_plan
+from megatron_fleet.planning.plan import make_plan, with_engines
 from megatron_fleet.planning.plan_command import KINDS
 from megatron_fleet.planning.rollout import CONTEXT_SHARE, SEQUENCE_S, STEP_S, Engine, assumptions
 from megatron_fleet.planning.scaling import scaled
@@ -325,3 +325,10 @@ def test_a_search_that_finds_nothing_says_why():
     config = composed(experiment="qwen3_32b_fleet")
     with pytest.raises(UserError, match="No layout of 1 H100 fits; use more GPUs, or larger ones"):
         search(config, H100, Workload.of(config.rollout, config.env), 1)
+
+
+@pytest.mark.parametrize("experiment", ["qwen3_8b_fleet", "qwen3_8b_fleet_spot"])
+def test_engines_that_the_hosts_decide_about_are_planned_with_as_many_gpus_as_the_ranks_have(experiment):
+    config = with_engines(load([f"experiment={experiment}", "rollout.engine.replicas=auto"]))
+    assert config.rollout.engine.count * config.rollout.engine.tensor_parallel == config.parallel.world_size == 8
+    assert with_engines(config) is config

@@ -109,6 +109,38 @@ def test_auto_begins_with_a_few_and_has_places_for_what_engines_decode_together(
     assert found.allowed == 2 * START
 
 
+def test_engines_that_are_added_and_leave_change_how_many_play():
+    found = flight(0, engine={"replicas": "auto", "colocated": False})
+    assert found.limit == START + LOOKAHEAD and found.places > 4 * START  # no endpoint: engines may join
+    for number in range(2):
+        found.add(f"engine {number}")
+    assert found.allowed == 2 * START
+    found.remove("engine 0")
+    assert found.allowed == START
+    fixed = flight(0, episodes=7, engine={"replicas": "auto", "colocated": False})
+    fixed.add("engine 0")
+    fixed.remove("engine 0")
+    assert (fixed.allowed, fixed.limit) == (7, None)
+
+
+async def test_episodes_begin_when_an_engine_is_added(monkeypatch):
+    made, worker, there = config(), Worker(), asyncio.Event()
+    engines = []
+    collector = Collector(made.rollout, made.env, engines, [worker], Environments(), there.wait)
+    collecting = asyncio.create_task(collector.collect(request(tasks=1, samples=2)))
+    await asyncio.sleep(0.05)
+    assert not worker.began
+    engines.append(Engine(0))
+    collector.add(engines[0])
+    there.set()
+    await until(lambda: worker.playing == 2)
+    assert [reading.name for reading in collector.monitor.engines] == ["engine 0"]
+    worker.end(2)
+    await collecting
+    collector.remove(engines[0])
+    assert collector.monitor.engines == []
+
+
 def test_environments_that_start_ahead_do_not_count_as_playing():
     found = flight()
     full = EngineReading("engine 0", True, FULL)
