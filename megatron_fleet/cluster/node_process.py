@@ -185,8 +185,8 @@ class Node:
     async def ask_for_release(self, leaving: asyncio.Event) -> None:
         """Ask for the release of this host, once ``leaving`` is set."""
         await leaving.wait()
-        self._say("this host leaves the run; its engines' requests move to others")
         self._tell("leaving")
+        self._say("this host leaves the run; its engines' requests move to others")
 
     async def close(self) -> None:
         """Kill everything that was started here immediately."""
@@ -267,5 +267,6 @@ class Node:
 
     def _say(self, text: str) -> None:
         say(f"mfleet node: {text}", sys.stderr)
+        self._log.parent.mkdir(parents=True, exist_ok=True)
         with self._log.open("a") as log:
             print(f"{socket.gethostname()}: {text}", file=log)
