@@ -45,10 +45,11 @@ class ActorSettings:
         episode_python: interpreter of the episode environment.
         token: the run's secret, which engines require.
         env_vars: set in every process of the run.
-        engines: place of each engine; empty when an endpoint plays.
+        engines: place of each engine, those of evaluations last; empty when an endpoint plays.
         transport: name of the weight transport.
         inventory: the hosts of the run, the controller's first.
         dialect: how `eval.endpoint` is asked, which then plays the episodes; ``None``: the engines play.
+        eval_engines: how many of the engines play evaluations only.
     """
 
     logs: Path
@@ -59,11 +60,20 @@ class ActorSettings:
     transport: str
     inventory: Inventory
     dialect: Dialect | None = None
+    eval_engines: int = 0
 
     @property
     def host(self) -> str:
         """Address of the controller's host, where the environment server runs."""
         return self.inventory.hosts[0].address
+
+    def engine_name(self, index: int) -> str:
+        own = len(self.engines) - self.eval_engines
+        return f"engine {index}" if index < own else f"evaluation engine {index - own}"
+
+    def engine_log(self, index: int) -> Path:
+        name = self.engine_name(index).replace("evaluation", "eval").replace(" ", "-")
+        return self.logs / f"{name}.log"
 
     def engine_host(self, index: int) -> str:
         """Return the address of an engine's host."""
@@ -133,7 +143,7 @@ def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     sampler = sampler_class(config.rollout.sampler)
     actor = ray.remote(sampler).options(**engine_options(settings, index))
     families = STORE if settings.transport == "disk" else SERVICE if config.rollout.sampler == HOSTED else ()
-    log = settings.logs / f"engine-{index}.log"
+    log = settings.engine_log(index)
     return actor.remote(config, settings.token, log, settings.transport, secrets(os.environ, families))
 
 
@@ -142,8 +152,11 @@ def worker_options(config: Config, settings: ActorSettings, index: int) -> dict[
     rollout = config.rollout
     env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
     runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
-    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + config.env.provisioning.lookahead
+    lookahead = config.env.provisioning.lookahead
+    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + lookahead
     calls = math.ceil(most / rollout.workers) + CONTROL_CALLS
+    if settings.eval_engines:
+        calls += math.ceil((rollout.most_evaluated(settings.eval_engines) + lookahead) / rollout.workers)
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env, "max_concurrency": calls}
     if (node := live_nodes().get(settings.worker_host(index))) is not None:  # otherwise Ray chooses the host
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.
@@ -154,12 +167,15 @@ def worker_options(config: Config, settings: ActorSettings, index: int) -> dict[
 def make_worker(
     config: Config, settings: ActorSettings, index: int, environment_url: str, endpoints: Sequence[str]
 ) -> Any:
-    """Create the actor of an episode worker. ``endpoints``: addresses of the engines."""
+    """Create the actor of an episode worker. ``endpoints``: addresses of the engines, those of evaluations last."""
     rollout, env = config.rollout, config.env
-    own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
+    share = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
     host = settings.worker_host(index)
     own_secrets = secrets(os.environ, of_environments(env))
-    access: EngineAccess | EndpointAccess = EngineAccess(config.model.folder, endpoints, settings.token, host)
+    own = len(endpoints) - settings.eval_engines
+    access: EngineAccess | EndpointAccess = EngineAccess(
+        config.model.folder, endpoints[:own], settings.token, host, endpoints[own:]
+    )
     if settings.dialect is not None:
         access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)
         own_secrets |= {n: v for n, v in os.environ.items() if n == config.eval.endpoint.api_key_env}
@@ -169,7 +185,7 @@ def make_worker(
         own_secrets,
         access,
         rollout.model_dump(),
-        own.model_dump(),
+        share.model_dump(),
         config.agent.model_dump(),
         environment_url,
         environment_token(settings.token),

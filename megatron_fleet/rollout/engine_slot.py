@@ -17,7 +17,7 @@ from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.requests import RolloutFailed
-from megatron_fleet.weight_sync.base import SingleReceiver
+from megatron_fleet.weight_sync.base import SingleReceiver, WeightReceiver
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
@@ -84,6 +84,15 @@ class EngineSlot(WatchedComponent):
         self._asleep: Any = None
         self._counted = EngineStatistics()
         self._reason = ""
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether an update reaches the engine at once: it serves, or was replaced and waits for the weights that it
+        had, which the update takes the place of. Raises RolloutFailed when it was given up.
+        """
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        return self._serving.is_set() or self._resending is not None
 
     async def listen(self) -> None:
         """Create the actor and get its endpoint. Raises RolloutFailed when that fails, or it is killed too often."""
@@ -410,14 +419,34 @@ class _StartedEngine:
 
 
 class EngineGroup:
-    """All engines of a rollout as one WeightReceiver."""
+    """Engines of one kind as one WeightReceiver."""
 
     def __init__(self, slots: Sequence[EngineSlot], ready: Callable[[], Awaitable[None]]) -> None:
         """Args: ``ready``: awaited before each verb."""
         self._slots, self._ready = slots, ready
+        self._init_info: Mapping[str, Any] = {}
+        self._weights: Weights | None = None
+
+    def take_weights(self) -> bool:
+        """Whether an update reaches all engines at once, see `EngineSlot.takes_weights`."""
+        return all(slot.takes_weights for slot in self._slots)
+
+    async def hand_on(self, others: WeightReceiver) -> bool:
+        """Let other engines load the weights of this group's last update; returns false where only the trainer has
+        them. Others cannot load them a second time: another update may have overwritten them by then.
+        """
+        weights = self._weights
+        if weights is None or weights.message is None:
+            return False
+        await others.open_transport(self._init_info)
+        await others.begin_update()
+        await others.load(weights.message)
+        await others.finish_update(weights.version, None)
+        return True
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
         await self._ready()
+        self._init_info = init_info
         await asyncio.gather(*(slot.open_transport(init_info) for slot in self._slots))
 
     async def begin_update(self) -> None:
@@ -431,6 +460,7 @@ class EngineGroup:
     async def finish_update(self, version: int, message: Mapping[str, Any] | None) -> None:
         """See `WeightReceiver`. Raises RolloutFailed when an engine was given up."""
         await self._ready()
+        self._weights = Weights(version, message)
         finishing = (noted(slot, "finish_update", slot.finish_update(version, message)) for slot in self._slots)
         await asyncio.gather(*finishing)
 

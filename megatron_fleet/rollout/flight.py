@@ -24,9 +24,14 @@ class Flight:
         places: most episodes that workers ever have, those included that start their environments ahead of a place.
     """
 
-    def __init__(self, rollout: RolloutConfig, env: EnvConfig, engines: int) -> None:
-        """Args: ``engines``: their number; 0: an endpoint plays."""
-        self._most, self._lookahead = rollout.most_in_flight(endpoint=not engines), env.provisioning.lookahead
+    def __init__(self, rollout: RolloutConfig, env: EnvConfig, engines: int, evaluation: bool = False) -> None:
+        """
+        Args:
+            engines: their number; 0: an endpoint plays.
+            evaluation: they are evaluation engines.
+        """
+        self._most = rollout.most_evaluated(engines) if evaluation else rollout.most_in_flight(endpoint=not engines)
+        self._lookahead = env.provisioning.lookahead
         self.places = self._most + self._lookahead
         sequences = rollout.engine.sequences(rollout.episodes_in_flight)
         self._concurrency = Concurrency(engines, sequences) if rollout.adapts and engines else None

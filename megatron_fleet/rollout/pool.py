@@ -53,6 +53,9 @@ class Pool:
     """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die.
 
     Attributes:
+        engines: those of the rollout.
+        eval_engines: those that play evaluations only; there may be none.
+        eval_collector: uses these, and the same workers; ``None`` without them.
         asleep: time that the engines have slept.
     """
 
@@ -62,17 +65,21 @@ class Pool:
         settings: ActorSettings,
         environment: Mapping[str, str],
         resend: Callable[[], Resend | None],
+        eval_resend: Callable[[], Resend | None] = lambda: None,
     ) -> None:
         """
         Args:
             environment: environment variables of the environment server.
             resend: returns the function that resends weights to a restarted engine, if any.
+            eval_resend: the same, of an evaluation engine.
         """
         self._config, self._settings = config, settings
         self._url = ""
         self.asleep = Stopwatch()
         self._listening = asyncio.Event()
-        self.engines = [self._engine_slot(i, resend) for i in range(len(settings.engines))]
+        own = len(settings.engines) - settings.eval_engines
+        self.engines = [self._engine_slot(i, resend) for i in range(own)]
+        self.eval_engines = [self._engine_slot(own + i, eval_resend) for i in range(settings.eval_engines)]
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
         start = ServerStart(
             config.env,
@@ -84,7 +91,12 @@ class Pool:
             environment_token(settings.token),
         )
         self.environment = EnvironmentSlot(start, self._forget_failures)
-        self.collector = Collector(config.rollout, config.env, self.engines, self.workers, self.environment)
+        playing = self.workers, self.environment
+        self.collector = Collector(config.rollout, config.env, self.engines, *playing)
+        self.eval_collector: Collector | None = None
+        if self.eval_engines:
+            beside = self.collector
+            self.eval_collector = Collector(config.rollout, config.env, self.eval_engines, *playing, beside)
 
     async def start(self, serving: asyncio.Task[str]) -> None:
         """Start engines and workers; returns when all of them serve.
@@ -103,17 +115,23 @@ class Pool:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
+    @property
+    def collectors(self) -> list[Collector]:
+        return [self.collector] if self.eval_collector is None else [self.collector, self.eval_collector]
+
     async def close(self) -> None:
         """Stop all components within a few seconds."""
-        self.collector.close()
-        slots = (*self.engines, *self.workers, self.environment)
+        for collector in self.collectors:
+            collector.close()
+        slots = (*self.engines, *self.eval_engines, *self.workers, self.environment)
         await asyncio.gather(*(slot.close() for slot in slots), return_exceptions=True)
 
     async def _start_engines(self) -> None:
-        await asyncio.gather(*(engine.listen() for engine in self.engines))
+        engines = (*self.engines, *self.eval_engines)
+        await asyncio.gather(*(engine.listen() for engine in engines))
         self._listening.set()
         with self._telling_what_starts():
-            await asyncio.gather(*(engine.start() for engine in self.engines))
+            await asyncio.gather(*(engine.start() for engine in engines))
 
     @contextlib.contextmanager
     def _telling_what_starts(self) -> Iterator[None]:
@@ -124,7 +142,7 @@ class Pool:
             while True:
                 await asyncio.sleep(TELL_S)
                 waited += TELL_S
-                late = [engine for engine in self.engines if not engine.is_serving]
+                late = [engine for engine in (*self.engines, *self.eval_engines) if not engine.is_serving]
                 if late:
                     names = ", ".join(engine.name for engine in late)
                     with contextlib.suppress(OSError):  # on another host
@@ -162,8 +180,8 @@ class Pool:
             return make_engine(self._config, self._settings, index)
 
         return EngineSlot(
-            f"engine {index}",
-            str(self._settings.logs / f"engine-{index}.log"),
+            self._settings.engine_name(index),
+            str(self._settings.engine_log(index)),
             make,
             host=host,
             start_timeout_s=engine.start_timeout_s,
@@ -181,7 +199,7 @@ class Pool:
         episode_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
 
         def make() -> object:
-            endpoints = [engine.endpoint for engine in self.engines]
+            endpoints = [engine.endpoint for engine in (*self.engines, *self.eval_engines)]
             return make_worker(self._config, self._settings, index, self._url, endpoints)
 
         log = str(self._settings.logs / f"worker-{index}.log")

@@ -100,7 +100,9 @@ def test_engines_without_a_trainer():
 def test_the_keys_are_those_of_the_configuration():
     keys = ["parallel.tensor=2", "parallel.data=3", "rollout.engine.replicas=4", "rollout.engine.tensor_parallel=5"]
     config = load(["experiment=quickstart", *keys, "rollout.engine.colocated=true", "rollout.engine.transport=disk"])
-    assert PlacementRequest.of(config.ranks, config.rollout.engine) == PlacementRequest(6, 4, 5, True, "disk")
+    assert PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines) == PlacementRequest(
+        6, 4, 5, True, "disk"
+    )
 
 
 @pytest.mark.parametrize(("transport", "placed"), [("auto", "message"), ("own:transport", "own:transport")])
@@ -108,7 +110,7 @@ def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
     keys = ["policy.trainer=my:Trainer", "rollout.sampler=my:Sampler", f"rollout.engine.transport={transport}"]
     config = load(["experiment=quickstart", "parallel.data=2", *keys])
     assert config.ranks == 0
-    found = place(inventory(0), PlacementRequest.of(config.ranks, config.rollout.engine))
+    found = place(inventory(0), PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines))
     assert (found.ranks, found.colocated, found.transport) == ((), False, placed)
 
 
