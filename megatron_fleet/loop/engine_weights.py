@@ -18,7 +18,7 @@ from megatron_fleet.config.schema import RolloutConfig, RunConfig
 from megatron_fleet.evaluation.apart import Postponed
 from megatron_fleet.loop.colocation import Colocation, SleepingEngines, open_colocation
 from megatron_fleet.platform.timeline import TIMELINE
-from megatron_fleet.platform.waiting import until_done
+from megatron_fleet.platform.waiting import unless, until_done
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 from megatron_fleet.weight_sync.base import SingleReceiver, Transport, WeightReceiver
@@ -176,9 +176,14 @@ class EngineWeights:
                 raise Postponed(f"the trainer has newer weights than those of step {version}")
             self._eval_lost.clear()
             try:
-                await self._give(self._engines.eval_engines, version)
+                # The engines are not waited for once one of them was lost and the trainer, too.
+                await unless(self._give(self._engines.eval_engines, version), self._gone(version))
             except RuntimeError as error:
                 raise RolloutFailed(str(error)) from error
+
+    async def _gone(self, version: int) -> Postponed:
+        await self._eval_lost.wait()
+        return Postponed(f"the weights of step {version} are lost")
 
     async def _give(self, engines: WeightReceiver, version: int) -> None:
         """Send the trainer's weights, which the rollout's engines were given last, to evaluation engines. A lasting

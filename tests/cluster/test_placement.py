@@ -253,3 +253,28 @@ def test_engines_go_only_where_ray_is_and_ranks_only_where_they_may():
     one = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", gpus(0), ranks=(0,), rollout=False)))
     with pytest.raises(UserError, match=r"1 × 1 GPUs do not fit into the 0 that the ranks have .*\(0 on a\)"):
         place(one, PlacementRequest(1))
+
+
+def test_evaluation_engines_are_on_devices_that_nobody_else_uses():
+    wanted = PlacementRequest(2, engines=1, tensor_parallel=2, colocated=False, eval_engines=2)
+    placed = place(inventory(4, 4), wanted)
+    assert placed.engines == engines_at(("a", (2, 3)))
+    assert placed.eval_engines == engines_at(("b", (0, 1)), ("b", (2, 3)))
+    assert placed.transport == "nccl"
+    with pytest.raises(
+        UserError, match=r"\(rollout.engine.replicas \+ eval.engines\) × .* = \(1 \+ 2\) × 2 GPUs do not"
+    ):
+        place(inventory(4, 2), wanted)
+    for kind in (True, None):
+        with pytest.raises(UserError, match=r"^eval\.engines=2 needs rollout\.engine\.colocated=false"):
+            place(inventory(8), replace(wanted, colocated=kind))
+
+
+def test_evaluation_engines_follow_the_others_on_hosts_without_devices():
+    placed = place(inventory(0, 0), PlacementRequest(1, engines=1, eval_engines=2))
+    assert [engine.host for engine in placed.engines] == ["a"]
+    assert [engine.host for engine in placed.eval_engines] == ["b", "a"]
+    config = load(["experiment=quickstart", "eval.engines=1", "eval.at_start=true"])
+    wanted = PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines)
+    assert (wanted.engines, wanted.eval_engines, wanted.all_engines) == (1, 1, 2)
+    assert PlacementRequest.of_evaluation(config.rollout.engine).eval_engines == 0
