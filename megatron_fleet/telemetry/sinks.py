@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -130,7 +130,11 @@ class MetricsLog:
         self._path = path
         self._attempt = time.time() if started is None else started
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._replace([] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step])
+        kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
+        self._last: dict[str, Any]
+        self._last_at: int  # byte offset of the last line
+        self._file: BinaryIO
+        self._replace(kept)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line, or extend the line of ``step`` (training, then evaluation).
@@ -138,7 +142,7 @@ class MetricsLog:
         Raises:
             ValueError: a metric of this step was written before.
         """
-        row = {name: json_number(value) for name, value in metrics.items()}
+        row: dict[str, Any] = {name: json_number(value) for name, value in metrics.items()}
         if step < self._last["step"]:
             self._write_late(step, row)
             return
@@ -151,7 +155,7 @@ class MetricsLog:
         self._file.truncate()
         self._file.flush()
 
-    def _write_late(self, step: int, row: Mapping[str, Any]) -> None:
+    def _write_late(self, step: int, row: dict[str, Any]) -> None:
         """Add to a line that others follow, or insert one. The file is replaced, so that no crash loses their rows."""
         rows = {one["step"]: one for one in read_metrics(self._path)}
         rows[step] = _joined(rows[step], row) if step in rows else {"step": step} | row | self._when()
@@ -164,8 +168,8 @@ class MetricsLog:
     def _replace(self, rows: Sequence[dict[str, Any]]) -> None:
         lines = [_line(row) for row in rows]
         write_atomically(self._path, b"".join(lines))
-        self._last: dict[str, Any] = rows[-1] if rows else {"step": -1}
-        self._last_at = sum(len(line) for line in lines[:-1])  # byte offset of the last line
+        self._last = rows[-1] if rows else {"step": -1}
+        self._last_at = sum(len(line) for line in lines[:-1])
         self._file = self._path.open("r+b")
         self._file.seek(0, os.SEEK_END)
 

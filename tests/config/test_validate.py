@@ -151,7 +151,10 @@ def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
             ["eval.engines=2", "rollout.engine.colocated=true"],
             ["eval.engines=2 needs rollout.engine.colocated=false", "eval.overlap=true"],
         ),
-        (["trainer=hosted", "eval.engines=1"], ["eval.engines=1 with policy.trainer=hosted", "set eval.engines=0"]),
+        (
+            ["trainer=hosted", "hosted.base_model=some/model", "eval.engines=1"],
+            ["eval.engines=1 with policy.trainer=hosted", "set eval.engines=0"],
+        ),
         (["eval.engines=131073"], ["eval.engines=131073", "131072"]),
         (["eval.endpoint.extra_body=[1]"], ["eval.endpoint.extra_body must be a JSON object"]),
         (["eval.endpoint.extra_body={"], ["eval.endpoint.extra_body: line 1, column 2: not JSON"]),

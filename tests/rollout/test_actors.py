@@ -67,8 +67,9 @@ def test_a_worker_answers_calls_of_both_kinds_of_engines(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.1", "a"), node("10.0.0.2", "b")])
     config = rollout_config(Path("none"), episodes_in_flight=3000, workers=1)
     both = replace(SETTINGS, engines=(*SETTINGS.engines, EnginePlace("one", ())), eval_engines=1)
-    collector = Collector(config.rollout, config.env, [object()], [object()], None)
-    beside = Collector(config.rollout, config.env, [object()], [object()], None, collector)
+    engine = SimpleNamespace(name="engine 0")
+    collector = Collector(config.rollout, config.env, [engine], [object()], None)
+    beside = Collector(config.rollout, config.env, [engine], [object()], None, collector)
     places = sum(max(one._free.values()) for one in (collector, beside))
     assert worker_options(config, both, 0)["max_concurrency"] > places >= 6000
     assert [both.engine_name(i) for i in range(3)] == ["engine 0", "engine 1", "evaluation engine 0"]

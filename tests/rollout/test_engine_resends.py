@@ -21,6 +21,7 @@ from megatron_fleet.cluster.restarts import Restarts
 from megatron_fleet.config.load import load
 from megatron_fleet.evaluation.apart import Postponed
 from megatron_fleet.loop.engine_weights import EngineWeights
+from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.engine_slot import EngineGroup
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import AdamParams, TrainerLost
@@ -254,7 +255,11 @@ async def test_a_trainer_that_is_lost_while_an_evaluation_engine_is_restarted_do
 
 
 async def test_an_evaluation_engine_that_is_given_up_is_named(beside):
-    beside.slot.restarts = Restarts("evaluation engine 0", "Its log is log.", 0)
+    async def gone():
+        raise ComponentLost("its host is gone")
+
+    beside.slot._make = gone
+    beside.slot.restarts = Restarts("evaluation engine 0", "Its log is log.", 1)
     await beside.slot.lose()
     await until(lambda: beside.slot._watching.done())
     with pytest.raises(RolloutFailed, match="evaluation engine 0 died"):
