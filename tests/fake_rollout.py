@@ -39,11 +39,18 @@ class FakeEngines:
         await asyncio.sleep(0)
         self.version = version
 
+    def take_weights(self) -> bool:
+        return True
+
+    async def hand_on(self, others: WeightReceiver) -> bool:
+        return False
+
 
 class FakeRollout:
     """The whole of what the loop uses of `rollout.service.RolloutService`.
 
     Attributes:
+        eval_calls: those of the evaluation engines, which are not in order with the loop's.
         unknown: plays of a whole training step, by number from 0, in which no reward is known.
         fate: outcome of their episodes.
         outages: what `environment_available` answers, one after the other; then it is available.
@@ -53,10 +60,13 @@ class FakeRollout:
     """
 
     resend: Callable[[WeightReceiver, int], Awaitable[None]] | None = None
+    eval_resend: Callable[[WeightReceiver, int], Awaitable[None]] | None = None
 
     def __init__(self, vocab_size: int = 512, calls: list[str] | None = None) -> None:
         self.calls = [] if calls is None else calls
         self.engines = FakeEngines(vocab_size, self.calls)
+        self.eval_calls: list[str] = []
+        self.eval_engines = FakeEngines(vocab_size, self.eval_calls)
         self.unknown: set[int] = set()
         self.fate = Outcome.ENV_FAILED
         self.outages: list[str] = []
@@ -79,12 +89,15 @@ class FakeRollout:
     ) -> CollectResult:
         if on_start is not None:
             on_start()
-        if request.first == 0:  # of the groups of a step, which are requested together, the first one stands for all
+        if request.engines == "eval":
+            self.eval_calls.append(f"collect {self.eval_engines.version}")
+        elif request.first == 0:  # of the groups of a step, which are requested together, the first one stands for all
             self.calls.append(f"collect {request.purpose} {request.step}")
             self._plays += request.purpose == "train"
         self.requests.append(request)
         known = request.purpose == "eval" or self._plays - 1 not in self.unknown
-        weights, version = self.engines.weights, self.engines.version
+        engines = self.engines if request.engines == "rollout" else self.eval_engines
+        weights, version = engines.weights, engines.version
         self.under_way += 1
         try:
             stopped = await self._stopped(self.delay_of(request), stop)

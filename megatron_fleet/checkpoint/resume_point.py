@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_fleet.checkpoint.checkpoints import RECORDS, Checkpoint, Checkpoin
 from megatron_fleet.checkpoint.manifest import DamagedCheckpoint
 from megatron_fleet.checkpoint.store import RunStore, Uploader, run_url
 from megatron_fleet.config.errors import UserError
-from megatron_fleet.config.schema import Config
+from megatron_fleet.config.schema import Config, EvalConfig
 from megatron_fleet.data.split import MANIFEST as SPLIT
 from megatron_fleet.storage.local import write_atomically
 from megatron_fleet.storage.run_folder import RunFolder
@@ -40,7 +40,9 @@ def open_checkpoints(config: Config) -> Iterator[tuple[Checkpoints, Uploader | N
     store = None if settings.store.url is None else _open_store(config, settings.store.url)
 
     def kept(steps: Sequence[int]) -> set[int]:
-        return kept_besides(steps, settings.keep_every, _scores(out, settings.keep_best))
+        scores = _scores(out, settings.keep_best)
+        unscored = _awaited(steps, scores, config.eval) if settings.keep_best else set()
+        return kept_besides(steps, settings.keep_every, scores) | unscored
 
     def kept_here(steps: Sequence[int]) -> set[int]:
         return kept(steps) | (set() if uploader is None else uploader.waiting())
@@ -71,6 +73,16 @@ def _scores(out: Path, metric: str | None) -> dict[int, float]:
     """Recorded values of a metric by step."""
     rows = [] if metric is None else read_metrics(out / "metrics.jsonl")
     return {row["step"]: row[str(metric)] for row in rows if row.get(str(metric)) is not None}
+
+
+def _awaited(steps: Sequence[int], scores: Mapping[int, float], evaluates: EvalConfig) -> set[int]:
+    """Return those of ``steps`` whose evaluation may still be under way: evaluation engines play for some steps, and
+    by then a checkpoint that turns out to be the best would be removed. They make one evaluation after the other.
+    """
+    if not evaluates.engines or not evaluates.interval:
+        return set()
+    newest = max(scores, default=-1)
+    return {step for step in steps if step > newest and step % evaluates.interval == 0}
 
 
 def _open_store(config: Config, url: str) -> RunStore:

@@ -1,21 +1,22 @@
 """Placement: assign every rank and every engine to a host and devices. Pure and deterministic, without I/O.
 
 Ranks take the first devices of a host, one each. A *colocated* engine uses the devices of consecutive ranks of one
-host, as many as its tensor-parallel size; other engines take devices that no rank uses. Engines are assigned to the
-hosts round-robin. A host without devices computes on its CPU, which ranks and engines share; if some hosts have
-devices, those without get neither.
+host, as many as its tensor-parallel size; other engines take devices that no rank uses, those of evaluations after
+those of the rollout. Engines are assigned to the hosts round-robin. A host without devices computes on its CPU, which
+ranks and engines share; if some hosts have devices, those without get neither.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.joined_nodes import RanksOfHost
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.schema import EngineConfig
+from megatron_fleet.config.sections.evaluation import sharing_problem
 
 AUTO = "auto"
 _LAYOUT = "parallel.tensor × pipeline × context × data"
@@ -27,7 +28,8 @@ class PlacementRequest:
     """Settings of a configuration that determine the placement.
 
     Attributes:
-        engines: number of engines; ``None``: as many as there is room for.
+        engines: number of engines of the rollout; ``None``: as many as there is room for.
+        eval_engines: number of engines that play evaluations only.
         tensor_parallel: devices of each engine.
         colocated: engines use the ranks' devices; ``None``: true on GPUs, false on CPUs.
         transport: transport of the weight sync; ``auto``: chosen by the placement.
@@ -38,16 +40,22 @@ class PlacementRequest:
     tensor_parallel: int = 1
     colocated: bool | None = None
     transport: str = AUTO
+    eval_engines: int = 0
 
     @classmethod
-    def of(cls, ranks: int, engine: EngineConfig) -> PlacementRequest:
-        """Return the settings for a run. ``ranks``: of the trainer, see `Config.ranks`."""
+    def of(cls, ranks: int, engine: EngineConfig, eval_engines: int) -> PlacementRequest:
+        """Return the settings for a run.
+
+        Args:
+            ranks: of the trainer, see `Config.ranks`.
+            eval_engines: `eval.engines`.
+        """
         replicas = None if engine.replicas == "auto" else engine.replicas
         tensor_parallel = engine.tensor_parallel
         if ranks == 0:
             transport = "message" if engine.transport == AUTO else engine.transport
-            return cls(0, replicas, tensor_parallel, colocated=False, transport=transport)
-        return cls(ranks, replicas, tensor_parallel, engine.colocated, engine.transport)
+            return cls(0, replicas, tensor_parallel, False, transport, eval_engines)
+        return cls(ranks, replicas, tensor_parallel, engine.colocated, engine.transport, eval_engines)
 
     @classmethod
     def of_evaluation(cls, engine: EngineConfig) -> PlacementRequest:
@@ -67,20 +75,29 @@ class RankPlace:
 
 @dataclass(frozen=True, slots=True)
 class EnginePlace:
-    """Place of an engine; ``devices``: their indices on ``host``, empty on a CPU."""
+    """Place of an engine.
+
+    Attributes:
+        devices: their indices on ``host``, empty on a CPU.
+        evaluation: the engine plays evaluations only.
+    """
 
     host: str
     devices: tuple[int, ...]
+    evaluation: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a run. ``ranks`` are in rank order, ``engines`` in index order; ``transport``: see `weight_sync`."""
+    """Placement of a run. ``ranks`` are in rank order, both kinds of engines in index order; ``transport``: see
+    `weight_sync`.
+    """
 
     ranks: tuple[RankPlace, ...]
     engines: tuple[EnginePlace, ...]
     colocated: bool
     transport: str
+    eval_engines: tuple[EnginePlace, ...] = ()
 
 
 _RanksOf = dict[str, tuple[int, ...]]
@@ -97,6 +114,8 @@ def place(inventory: Inventory, request: PlacementRequest) -> Placement:
     cuda = any(host.devices for host in inventory.hosts)
     ranks_of = _ranks_of_hosts(inventory.hosts, request.ranks, cuda)
     colocated = cuda if request.colocated is None else request.colocated
+    if colocated and request.eval_engines:
+        raise UserError(sharing_problem(request.eval_engines))
     if cuda:
         engines = _engines_on_devices(inventory.hosts, ranks_of, request, colocated)
     else:
@@ -114,7 +133,9 @@ def place(inventory: Inventory, request: PlacementRequest) -> Placement:
     elastic = request.engines is None and not colocated
     # Engines may be on further hosts later.
     transport = _transport(request.transport, cuda, colocated, len(hosts_in_use) + elastic)
-    return Placement(tuple(ranks), engines, colocated, transport)
+    own = len(engines) - request.eval_engines
+    of_evaluations = tuple(replace(place, evaluation=True) for place in engines[own:])
+    return Placement(tuple(ranks), engines[:own], colocated, transport, of_evaluations)
 
 
 def ranks_by_host(placement: Placement, inventory: Inventory, threads: int) -> dict[str, RanksOfHost]:
@@ -181,7 +202,7 @@ def _engines_on_cpus(
     if not names:
         raise UserError(_no_host_for_engines(hosts, ranks_of))
     count = len(names) if request.engines is None else request.engines
-    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(count))
+    return tuple(EnginePlace(names[i % len(names)], ()) for i in range(count + request.eval_engines))
 
 
 def _no_host_for_engines(hosts: Sequence[Host], ranks_of: _RanksOf) -> str:
@@ -206,8 +227,8 @@ def _engines_on_devices(
     columns = [_engines_on(host, devices, size) for host, devices in free]
     places = [place for turn in zip_longest(*columns) for place in turn if place is not None]
     least = request.engines if request.engines is not None else 1 if colocated or not request.ranks else 0
-    if len(places) >= least:
-        return tuple(places[: request.engines])
+    if len(places) >= least + request.eval_engines:
+        return tuple(places if request.engines is None else places[: request.engines + request.eval_engines])
     raise UserError(_engines_do_not_fit([(host.name, len(devices)) for host, devices in free], request, colocated))
 
 
@@ -234,7 +255,11 @@ def _engines_do_not_fit(free: Sequence[tuple[str, int]], request: PlacementReque
     else:
         asked = AUTO if request.colocated is None else str(request.colocated).lower()
         whose = f"the ranks {'have' if colocated else 'leave free'} with rollout.engine.colocated={asked}"
-    wish = f"{_DEVICE_PARTS} = {request.engines or 1} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
+    parts, count = _DEVICE_PARTS, str(request.engines or 1)
+    if request.eval_engines:
+        parts = "(rollout.engine.replicas + eval.engines) × rollout.engine.tensor_parallel"
+        count = f"({request.engines or 0} + {request.eval_engines})"
+    wish = f"{parts} = {count} × {size} GPUs do not fit into the {there} that {whose} ({listed})"
     if size > largest:
         return f"{wish}, and an engine cannot extend over several hosts; lower rollout.engine.tensor_parallel."
     return f"{wish}; lower one of them, give the run more GPUs, or change the ranks."

@@ -97,6 +97,11 @@ class Config(Section):
         return self.policy.trainer != HOSTED
 
     @property
+    def episodes(self) -> int:
+        """Most episodes that a run plays at once, of training and evaluation."""
+        return self.rollout.most_in_flight() + self.rollout.most_evaluated(self.eval.engines)
+
+    @property
     def ranks(self) -> int:
         """Ranks of the trainer on the hosts of the run; 0 for a trainer that has none."""
         return self.parallel.world_size if self.policy.trainer == WITH_RANKS else 0

@@ -63,6 +63,8 @@ def _processes(c: Config) -> str | None:
         f"parallel.tensor={p.tensor} × pipeline={p.pipeline} × context={p.context} × data={p.data}": p.world_size,
         f"rollout.engine.replicas={engine.replicas} × tensor_parallel={engine.tensor_parallel}": engine.count
         * engine.tensor_parallel,
+        f"eval.engines={c.eval.engines} × rollout.engine.tensor_parallel={engine.tensor_parallel}": c.eval.engines
+        * engine.tensor_parallel,
         "rollout.workers": c.rollout.workers,
         "cluster.nodes": c.cluster.nodes,
     }

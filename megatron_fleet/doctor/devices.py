@@ -166,7 +166,7 @@ def devices(here: ProbeContext) -> Result:
         return Result("warning", seen, "the slowest sets the pace; choose equal ones with CUDA_VISIBLE_DEVICES")
     config = here.config
     if config is not None and config.cluster.ranks == "local" and not config.cluster.nodes:
-        place(Inventory((here.host,)), PlacementRequest.of(config.ranks, config.rollout.engine))
+        place(Inventory((here.host,)), PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines))
     if config is not None and (problem := other_kind(config.cluster, [gpu.name for gpu in gpus])) is not None:
         return Result("warning", seen, problem)
     return Result("ok", seen)

@@ -186,7 +186,7 @@ def shared_memory(here: ProbeContext) -> Result:
 def open_files(here: ProbeContext) -> Result:
     """Compare the limit of open files of a process with the connections of the episodes in flight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    episodes = 0 if here.config is None else here.config.rollout.most_in_flight()
+    episodes = 0 if here.config is None else here.config.episodes
     needed = LEAST_FILES + FILES_PER_EPISODE * episodes
     seen = f"{soft} in a process (at most {hard}); the run needs {needed}"
     if soft == resource.RLIM_INFINITY or soft >= needed:

@@ -95,7 +95,7 @@ def fleet(here: ProbeContext) -> Result:
         raise UserError(f"{url} answers {answer.status_code}; try again later.")
     limit, used = account.get("instance_limit"), account.get("instance_count")
     seen = f"{account.get('team_name', 'a team')}, {used} of {limit} instances in use"
-    wanted = 0 if here.config is None else here.config.rollout.most_in_flight()
+    wanted = 0 if here.config is None else here.config.episodes
     if isinstance(limit, int) and isinstance(used, int) and limit - used < wanted:
         fix = "lower rollout.episodes_in_flight, or ask Fleet for more instances"
         return Result("warning", f"{seen}, and the run needs {wanted} at once", fix)

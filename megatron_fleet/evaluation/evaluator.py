@@ -19,7 +19,7 @@ from megatron_fleet.data.near import near_duplicates
 from megatron_fleet.data.split import key_hash
 from megatron_fleet.data.task import Task
 from megatron_fleet.rollout.collection import OnEpisode
-from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult
+from megatron_fleet.rollout.requests import Accounting, CollectRequest, CollectResult, EngineKind
 from megatron_fleet.telemetry.episodes import eval_metrics, trajectories_of, why_nothing_can_be_known
 from megatron_fleet.telemetry.metrics import attempt_metrics
 
@@ -81,9 +81,9 @@ class Evaluator:
         self.tasks, self._held_out = choose(held_out, settings.tasks), len(held_out)
         self._running: asyncio.Task[Evaluation] | None = None
 
-    async def play(self, show: ShowPhase) -> Evaluation:
-        """Evaluate the engines' current weights."""
-        return await self._play(show)
+    async def play(self, show: ShowPhase | None, engines: EngineKind = "rollout") -> Evaluation:
+        """Evaluate the engines' current weights. ``show``: ``None``: its progress is not shown."""
+        return await self._play(show, None, engines)
 
     def start(self, follows: int | None = None) -> None:
         """Start an evaluation of the engines' current weights in the background. ``follows``: see `CollectRequest`."""
@@ -104,12 +104,14 @@ class Evaluator:
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await running
 
-    async def _play(self, show: ShowPhase | None, follows: int | None = None) -> Evaluation:
+    async def _play(
+        self, show: ShowPhase | None, follows: int | None = None, engines: EngineKind = "rollout"
+    ) -> Evaluation:
         settings, started = self._settings, time.monotonic()
         share = settings.samples / (settings.samples + settings.greedy)
         budget = None if settings.budget_s is None else settings.budget_s * share
         temperature = self._rollout.sampling.temperature
-        sampled = await self._episodes(settings.samples, temperature, budget, show, follows)
+        sampled = await self._episodes(settings.samples, temperature, budget, show, follows, engines)
         max_context = self._rollout.max_context
         if never := why_nothing_can_be_known(trajectories_of(sampled.groups), max_context):
             raise UserError(f"evaluation: {never}")
@@ -117,12 +119,18 @@ class Evaluator:
         if settings.greedy:
             if settings.budget_s is not None:
                 budget = max(settings.budget_s - sampled.seconds, 0)  # excludes the engines' start-up time
-            result = await self._episodes(1, 0.0, budget, show, follows)
+            result = await self._episodes(1, 0.0, budget, show, follows, engines)
             accounting, greedy = accounting + result.accounting, result.groups
         return Evaluation(sampled.groups, greedy, accounting, self._held_out, time.monotonic() - started)
 
     async def _episodes(
-        self, samples: int, temperature: float, budget_s: float | None, show: ShowPhase | None, follows: int | None
+        self,
+        samples: int,
+        temperature: float,
+        budget_s: float | None,
+        show: ShowPhase | None,
+        follows: int | None,
+        engines: EngineKind,
     ) -> CollectResult:
         run = self._run
         request = CollectRequest(
@@ -134,6 +142,7 @@ class Evaluator:
             seed=run.seed if run.deterministic else None,
             budget_s=budget_s,
             follows=follows,
+            engines=engines,
         )
         if show is None:
             return await self._collect(request, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -11,6 +12,7 @@ from typing import Any, Protocol, final
 from megatron_fleet.config.schema import Config
 from megatron_fleet.data.mixture import drawable
 from megatron_fleet.data.task import Task
+from megatron_fleet.evaluation.apart import EvaluationEngines
 from megatron_fleet.evaluation.evaluator import Evaluator
 from megatron_fleet.evaluation.in_training import Evaluations
 from megatron_fleet.loop.batches import Batches, Episodes, StepBatch
@@ -29,6 +31,8 @@ from megatron_fleet.telemetry.shards import encode
 from megatron_fleet.telemetry.sinks import MetricSink
 from megatron_fleet.telemetry.trajectories import PromptLog, load_trajectories
 from megatron_fleet.trainer.base import LossReport, OptimReport
+
+log = logging.getLogger(__name__)
 
 State = Mapping[str, Any]
 GROUPS = "groups.parquet"
@@ -110,12 +114,14 @@ def open_attempts(
     rollout: Rollout,
     started: Callable[[], float],
     sinks: Sequence[MetricSink] = (),
+    evaluation_engines: EvaluationEngines | None = None,
 ) -> OpenAttempt:
     """Return the function that opens the attempts of a run.
 
     Args:
         started: returns the Unix time at which the current attempt began.
         sinks: receive the metrics of all attempts; closing them once per attempt is without effect.
+        evaluation_engines: those of ``eval.engines``, if there are any.
     """
     lasting = (AlertRules(config), *sinks)
 
@@ -126,14 +132,19 @@ def open_attempts(
             groups = None if folder is None else folder / GROUPS
             finished = load_trajectories(groups) if groups is not None and groups.exists() else ()
             batches.load(state["batches"], int(state["step"]), finished)
-        records = Records(config, None if state is None else int(state["step"]), started(), lasting)
+        step = None if state is None else int(state["step"])
+        records = Records(config, step, started(), lasting)
         evaluator = Evaluator(config.eval, config.rollout, config.run, held_out, rollout.collect)
         colocated = bool(config.rollout.engine.colocated)
-        evaluations = Evaluations(config.eval, config.run.last_step, evaluator, records, colocated)
+        evaluations = Evaluations(
+            config.eval, config.run.last_step, evaluator, records, colocated, evaluation_engines, step or 0
+        )
         if state is None:
             evaluations.decide(0)
         elif (due := state["unevaluated"]) is not None and not records.evaluated(due):
-            evaluations.due = due
+            evaluations.due = step
+            if due != step:  # evaluation engines had weights that are gone
+                log.warning("the evaluation of step %d had not ended; the weights of step %s are evaluated", due, step)
         prompts = PromptLog(Path(config.run.out) / "prompts", Tokenizer(config.model.folder).decode)
         try:
             with records.phase("starting"):

@@ -46,7 +46,7 @@ def describe(config: Config, inventory: Inventory | None = None) -> str:
     else:
         inventory = inventory or local_inventory(os.environ)
         sections["placement"] = draw(
-            inventory, place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+            inventory, place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines))
         )
         if devices := inventory.hosts[0].devices:
             memory = _memory(config, min(device.memory_bytes for device in devices))
@@ -83,7 +83,8 @@ def processes(config: Config) -> list[str]:
         ranks if config.ranks else f"ranks: none, policy.trainer={config.policy.trainer}",
         "Ray: 1 local cluster, or the one at RAY_ADDRESS",
         f"engines: {engines} ({vllm if r.sampler == VLLM else f'rollout.sampler={r.sampler}'})",
-        f"episode workers: {r.workers} (up to {r.most_in_flight()} episodes in flight together)",
+        *([f"evaluation engines: {config.eval.engines}, of the same kind"] if config.eval.engines else []),
+        f"episode workers: {r.workers} (up to {config.episodes} episodes in flight together)",
         f"environment server: {server or f'none, env.kind={config.env.kind}'}",
     ]
 
@@ -115,14 +116,23 @@ def _host_rows(host: Host, placed: Placement) -> list[list[str]]:
     rows = []
     for device in host.devices:
         ranks = [p.rank for p in placed.ranks if (p.host, p.device) == (host.name, device.index)]
-        engines = [i for i, p in enumerate(placed.engines) if p.host == host.name and device.index in p.devices]
         size = f"{device.kind}, {device.memory_bytes / GIB:.0f} GiB"
-        rows.append([f"GPU {device.index}", size, _numbered("rank", ranks), _numbered("engine", engines)])
+        rows.append([f"GPU {device.index}", size, _numbered("rank", ranks), _engines(placed, host, device.index)])
     on_cpu = [p.rank for p in placed.ranks if p.host == host.name and p.device is None]
-    engines = [i for i, p in enumerate(placed.engines) if p.host == host.name and not p.devices]
+    engines = _engines(placed, host, None)
     if on_cpu or engines or not host.devices:
-        rows.append(["CPU", "", _numbered("rank", on_cpu), _numbered("engine", engines)])
+        rows.append(["CPU", "", _numbered("rank", on_cpu), engines])
     return rows
+
+
+def _engines(placed: Placement, host: Host, device: int | None) -> str:
+    """Name the engines on a device of a host; ``None``: on its CPU."""
+    named = []
+    for noun, places in (("engine", placed.engines), ("evaluation engine", placed.eval_engines)):
+        here = (i for i, p in enumerate(places) if p.host == host.name)
+        numbers = [i for i in here if (device in places[i].devices if device is not None else not places[i].devices)]
+        named.append(_numbered(noun, numbers))
+    return ", ".join(filter(None, named))
 
 
 def _numbered(noun: str, numbers: Sequence[int]) -> str:

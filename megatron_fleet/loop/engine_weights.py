@@ -1,4 +1,8 @@
-"""Weight sync from the trainer to the engines: colocation phases, resends to restarted engines, and the probe after."""
+"""Weight sync from the trainer to the engines: colocation phases, resends to restarted engines, and the probe after.
+
+Engines that play evaluations only take no part in the syncs. They get the weights of a step when its evaluation begins,
+and the trainer's weights change only after that.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +15,10 @@ import numpy as np
 
 from megatron_fleet.algorithms.datum import Datum
 from megatron_fleet.config.schema import RolloutConfig, RunConfig
+from megatron_fleet.evaluation.apart import Postponed
 from megatron_fleet.loop.colocation import Colocation, SleepingEngines, open_colocation
 from megatron_fleet.platform.timeline import TIMELINE
+from megatron_fleet.platform.waiting import unless, until_done
 from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import Trainer, TrainerLost
 from megatron_fleet.weight_sync.base import SingleReceiver, Transport, WeightReceiver
@@ -20,13 +26,25 @@ from megatron_fleet.weight_sync.base import SingleReceiver, Transport, WeightRec
 SEQUENCES, TOKENS = 4, 32
 
 
+class Engines(WeightReceiver, Protocol):
+    """The part of `rollout.engine_slot.EngineGroup` that is used."""
+
+    def take_weights(self) -> bool: ...
+
+    async def hand_on(self, others: WeightReceiver) -> bool: ...
+
+
 class EngineService(SleepingEngines, Protocol):
     """The part of `rollout.service.RolloutService` that receives weights."""
 
     resend: Callable[[SingleReceiver, int], Awaitable[None]] | None
+    eval_resend: Callable[[SingleReceiver, int], Awaitable[None]] | None
 
     @property
-    def engines(self) -> WeightReceiver: ...
+    def engines(self) -> Engines: ...
+
+    @property
+    def eval_engines(self) -> Engines: ...
 
     async def wait_ready(self) -> None: ...
 
@@ -53,7 +71,9 @@ class EngineWeights:
         self._version: int | None = None  # of the trainer's weights; None while they change
         self._version_changed = asyncio.Condition()
         self._resending = asyncio.Lock()
-        engines.resend = self._resend
+        self._sending = asyncio.Lock()  # to the evaluation engines
+        self._eval_lost = asyncio.Event()
+        engines.resend, engines.eval_resend = self._resend, self._resend_for_evaluation
 
     @property
     def colocation(self) -> Colocation:
@@ -95,11 +115,12 @@ class EngineWeights:
     async def to_trainer(self) -> None:
         """Hand the devices to the trainer, whose weights are about to change; see `Colocation.to_trainer`.
 
-        Waits for a restarted engine that is receiving the present weights.
+        Waits for engines that are receiving the present weights: those of evaluations, and restarted ones.
         """
         with TIMELINE.phase("to_trainer"):
             await self.colocation.to_trainer()
-            await self._hold(None)
+            async with self._sending:
+                await self._hold(None)
             async with self._resending:
                 pass
 
@@ -124,6 +145,52 @@ class EngineWeights:
         with TIMELINE.phase("probe_engines"):
             scores = await self._engines.score([datum.token_ids for datum in data])
         return compare(expected, scores, engine.probe_tolerance, version)
+
+    def can_send_for_evaluation(self) -> bool:
+        """Whether all evaluation engines can receive weights now; false while one is replaced.
+
+        Raises:
+            RolloutFailed: one was given up.
+        """
+        return self._engines.eval_engines.take_weights()
+
+    async def send_for_evaluation(self, version: int) -> None:
+        """Send the trainer's weights to the evaluation engines; once begun, it ends before a cancellation is raised.
+
+        Raises:
+            Postponed: the trainer's weights are not those of step ``version`` any more.
+            RolloutFailed: an evaluation engine was given up, or the weights did not arrive.
+        """
+        sending = asyncio.create_task(self._send_for_evaluation(version))
+        sending.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieved, if we are cancelled
+        await until_done(sending)
+        sending.result()
+
+    async def lost_for_evaluation(self) -> None:
+        """Wait until an evaluation engine was replaced whose weights the trainer does not have any more."""
+        await self._eval_lost.wait()
+
+    async def _send_for_evaluation(self, version: int) -> None:
+        async with self._sending:
+            if self._version != version:
+                raise Postponed(f"the trainer has newer weights than those of step {version}")
+            self._eval_lost.clear()
+            try:
+                # The engines are not waited for once one of them was lost and the trainer, too.
+                await unless(self._give(self._engines.eval_engines, version), self._gone(version))
+            except RuntimeError as error:
+                raise RolloutFailed(str(error)) from error
+
+    async def _gone(self, version: int) -> Postponed:
+        await self._eval_lost.wait()
+        return Postponed(f"the weights of step {version} are lost")
+
+    async def _give(self, engines: WeightReceiver, version: int) -> None:
+        """Send the trainer's weights, which the rollout's engines were given last, to evaluation engines. A lasting
+        transport has them still, and keeps one version, which a second sync would take from the rollout's engines.
+        """
+        if not await self._engines.engines.hand_on(engines):
+            await self._transport.sync(self._trainer, engines, version)
 
     async def probe(self) -> dict[str, list[list[float]]]:
         """Tokens of `probe_data` and the trainer's log-probs of them, JSON-able; the devices are the trainer's."""
@@ -176,6 +243,25 @@ class EngineWeights:
                     await self._hold(None)
                     if engine.begun:
                         raise ConnectionError(f"the trainer was lost during the weight update: {error}") from error
+
+    async def _resend_for_evaluation(self, engine: SingleReceiver, version: int) -> None:
+        """Send weight version ``version`` to a restarted evaluation engine. If the trainer has other weights by now,
+        the evaluation is lost, and the engine waits for the weights of the next one, whose sending cancels this call.
+
+        Raises:
+            ConnectionError: the trainer was lost after the engine's update had begun.
+        """
+        async with self._resending:
+            if self._version == version:
+                try:
+                    await self._give(engine, version)
+                    return
+                except TrainerLost as error:
+                    await self._hold(None)
+                    if engine.begun:
+                        raise ConnectionError(f"the trainer was lost during the weight update: {error}") from error
+        self._eval_lost.set()
+        await asyncio.Event().wait()
 
 
 def probe_data(vocab: int, longest: int) -> list[Datum]:

@@ -86,7 +86,7 @@ async def _train(
         hosts = await stack.enter_async_context(open_hosts(config, token))
         live.nodes = hosts.nodes
         inventory = hosts.inventory
-        placement = place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+        placement = place(inventory, PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines))
         if problem := other_kind(config.cluster, [device.kind for host in inventory.hosts for device in host.devices]):
             log.warning("%s", problem)
         (out / "logs").mkdir(exist_ok=True)
@@ -102,7 +102,8 @@ async def _train(
         transport = make_transport(placement.transport, {"address": first.address, "url": weights_url(config)})
         stack.callback(transport.close)
         engines = EngineWeights(config.rollout, config.run, trainer, rollout, transport)
-        attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements])
+        own = engines if config.eval.engines else None
+        attempts = open_attempts(config, train, held_out, rollout, lambda: started, [announcements], own)
         saves = Saves(config.checkpoint, config.run.last_step, trainer, checkpoints, uploader, exports)
         await Training(config, trainer, engines, attempts, saves, stop).run(found)
 

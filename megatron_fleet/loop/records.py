@@ -101,9 +101,9 @@ class Records:
         self._progress.step_done(metrics)
 
     def evaluation(self, step: int, metrics: Mapping[str, float], in_step: bool = False) -> None:
-        """Record a finished evaluation. ``in_step``: it ended within the step after ``step``."""
+        """Record a finished evaluation. ``in_step``: it ended within a later step."""
         self._write(step, metrics)
-        self._progress.evaluated(metrics, in_step)
+        self._progress.evaluated(step, metrics, in_step)
 
     def evaluated(self, step: int) -> bool:
         """Return whether an evaluation of the weights of ``step`` is on record."""

@@ -9,12 +9,14 @@ play       tasks, the weights that engines hold   the step's groups, each reques
                                                   judged and played again on its own;
                                                   groups of later steps play on
 update     the `StepBatch`                        colocated: the engines, to sleep;         weights of the next version
-                                                  an evaluation beside it, at its end
+                                                  an evaluation beside it, at its end;
+                                                  evaluation engines, for their weights
 save       weights, optimizer, guard              the copy to host memory, when one is due  a copy, being written
 sync       the weights                            all engines, which stop sampling          engines with this version
 record     metrics of all of these                nothing                                   a row, and the checkpoint
 evaluate   the weights that engines hold          its episodes, unless it is left to run    scores
-                                                  beside the next rollout or update
+                                                  beside the next rollout or update, or
+                                                  by engines of its own beside some steps
 =========  =====================================  ========================================  =======================
 """
 

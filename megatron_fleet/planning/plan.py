@@ -135,14 +135,17 @@ def with_engines(config: Config) -> Config:
 def devices_of(config: Config) -> int:
     """Return the number of GPUs of a run."""
     engine, ranks = config.rollout.engine, config.parallel.world_size
-    own = engine.count * engine.tensor_parallel
+    own = (engine.count + config.eval.engines) * engine.tensor_parallel
     return ranks + own if engine.colocated is False else max(ranks, own)
 
 
 def why_not(config: Config, hf_config: Mapping[str, Any], gpu: Gpu, memory: RunMemory) -> str | None:
     """Return why a run cannot have its GPUs, by the checks that precede a start and by what they only warn of."""
     try:
-        place(_inventory(gpu, devices_of(config)), PlacementRequest.of(config.ranks, config.rollout.engine))
+        place(
+            _inventory(gpu, devices_of(config)),
+            PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines),
+        )
         refuse_memory(config, hf_config, gpu.memory, gpu.host_memory)
     except UserError as error:
         return str(error)

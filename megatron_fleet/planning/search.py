@@ -186,11 +186,12 @@ def _players(
     """Engines on a number of GPUs, the fastest first."""
     timed = []
     for size in SIZES:
-        if size > gpu.per_host or devices % size or model.heads % size:
+        replicas = devices // size - config.eval.engines
+        if size > gpu.per_host or devices % size or model.heads % size or replicas < 1:
             continue
         engine = config.rollout.engine.model_copy(
             update={
-                "replicas": devices // size,
+                "replicas": replicas,
                 "tensor_parallel": size,
                 "expert_parallel": config.rollout.engine.expert_parallel and size > 1,
             }

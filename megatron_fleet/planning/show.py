@@ -48,8 +48,19 @@ def _run(plan: Plan) -> list[str]:
         f"{p.data}" + (f", expert {p.expert}" if plan.model.experts else ""),
         f"engines: {engine.count} of {engine.tensor_parallel} GPUs, "
         f"{'on those of the ranks' if shared else 'on GPUs of their own'}",
+        *_evaluation_engines(plan),
         f"batch: {plan.load.episodes} episodes, {plan.load.tokens / 1e6:.2f}M tokens, "
         f"{plan.flops_per_token / 1e9:.1f} GFLOP a token (forward and backward)",
+    ]
+
+
+def _evaluation_engines(plan: Plan) -> list[str]:
+    count, size = plan.config.eval.engines, plan.config.rollout.engine.tensor_parallel
+    if not count:
+        return []
+    return [
+        f"evaluation engines: {count} of {size} GPUs; an evaluation adds nothing to a step, unless it still plays when "
+        f"the next one is due: then the update waits for it (timing/eval_wait)"
     ]
 
 

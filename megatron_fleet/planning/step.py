@@ -104,7 +104,7 @@ def step_time(
     engine = Engine.of(config, hf_config, model, gpu, load, overlapped)
     shared = config.rollout.engine.colocated is not False
     trainer = trainer_phases(config, hf_config, model, gpu, load, old_pass)
-    own = config.rollout.engine.count * config.rollout.engine.tensor_parallel
+    own = (config.rollout.engine.count + config.eval.engines) * config.rollout.engine.tensor_parallel
     ranks = config.parallel.world_size
     return StepTime(
         phases={ROLLOUT: rollout_time(engine), **trainer},

@@ -146,7 +146,7 @@ def _launch(config: Config, assumed: Inventory | None) -> int | None:
             )
     if config.cluster.ranks != "local" or config.cluster.nodes:
         return None
-    devices = _place(PlacementRequest.of(config.ranks, config.rollout.engine), assumed)
+    devices = _place(PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines), assumed)
     return min((device.memory_bytes for device in devices), default=None)
 
 

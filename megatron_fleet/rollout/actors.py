@@ -66,6 +66,21 @@ class ActorSettings:
         """Address of the controller's host, where the environment server runs."""
         return self.inventory.hosts[0].address
 
+    @property
+    def eval_engines(self) -> int:
+        """Number of engines that play evaluations only."""
+        return sum(place.evaluation for place in self.engines)
+
+    def engine_name(self, index: int) -> str:
+        """Return an engine's name, with its number among those of its kind."""
+        evaluation = self.engines[index].evaluation
+        number = sum(place.evaluation == evaluation for place in self.engines[:index])
+        return f"evaluation engine {number}" if evaluation else f"engine {number}"
+
+    def engine_log(self, index: int) -> Path:
+        name = self.engine_name(index).replace("evaluation", "eval").replace(" ", "-")
+        return self.logs / f"{name}.log"
+
     def engine_host(self, index: int) -> str:
         """Return the address of an engine's host."""
         return self.inventory.host(self.engines[index].host).address
@@ -142,7 +157,7 @@ def make_engine(config: Config, settings: ActorSettings, index: int) -> Any:
     sampler = sampler_class(config.rollout.sampler)
     actor = ray.remote(sampler).options(**engine_options(settings, index))
     families = STORE if settings.transport == "disk" else SERVICE if config.rollout.sampler == HOSTED else ()
-    log = settings.logs / f"engine-{index}.log"
+    log = settings.engine_log(index)
     return actor.remote(config, settings.token, log, settings.transport, secrets(os.environ, families))
 
 
@@ -151,8 +166,11 @@ def worker_options(config: Config, settings: ActorSettings, index: int) -> dict[
     rollout = config.rollout
     env_vars = settings.env_vars | {"OMP_NUM_THREADS": "1"}
     runtime_env = {"py_executable": str(settings.episode_python), "env_vars": env_vars}
-    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + config.env.provisioning.lookahead
+    lookahead = config.env.provisioning.lookahead
+    most = rollout.most_in_flight(endpoint=settings.dialect is not None) + lookahead
     calls = math.ceil(most / rollout.workers) + CONTROL_CALLS
+    if settings.eval_engines:
+        calls += math.ceil((rollout.most_evaluated(settings.eval_engines) + lookahead) / rollout.workers)
     options: dict[str, Any] = {"num_cpus": 0, "runtime_env": runtime_env, "max_concurrency": calls}
     if (node := live_nodes().get(settings.worker_host(index))) is not None:  # otherwise Ray chooses the host
         # Hard affinity: Ray ignores a soft one of an actor without CPUs.
@@ -163,12 +181,15 @@ def worker_options(config: Config, settings: ActorSettings, index: int) -> dict[
 def make_worker(
     config: Config, settings: ActorSettings, index: int, environment_url: str, endpoints: Sequence[str]
 ) -> Any:
-    """Create the actor of an episode worker. ``endpoints``: addresses of the engines."""
+    """Create the actor of an episode worker. ``endpoints``: addresses of the engines, those of evaluations last."""
     rollout, env = config.rollout, config.env
-    own = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
+    share = env.model_copy(update={"provisioning": env.provisioning.share(index, rollout.workers)})
     host = settings.worker_host(index)
     own_secrets = secrets(os.environ, of_environments(env))
-    access: EngineAccess | EndpointAccess = EngineAccess(config.model.folder, endpoints, settings.token, host)
+    own = len(endpoints) - settings.eval_engines
+    access: EngineAccess | EndpointAccess = EngineAccess(
+        config.model.folder, endpoints[:own], settings.token, host, endpoints[own:]
+    )
     if settings.dialect is not None:
         access = EndpointAccess(config.eval.endpoint.model_dump(), settings.dialect)
         own_secrets |= {n: v for n, v in os.environ.items() if n == config.eval.endpoint.api_key_env}
@@ -178,7 +199,7 @@ def make_worker(
         own_secrets,
         access,
         rollout.model_dump(),
-        own.model_dump(),
+        share.model_dump(),
         config.agent.model_dump(),
         environment_url,
         environment_token(settings.token),

@@ -143,6 +143,7 @@ class Collection:
             seed=self._seed(group),
             trained=request.purpose == "train",
             collection=self.number,
+            engines=request.engines,
         )
 
     def _seed(self, group: int) -> int | None:

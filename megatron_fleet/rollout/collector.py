@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
@@ -73,7 +73,7 @@ class Collector:
     (``rollout.batch.window``), it gives long ones a start.
 
     Attributes:
-        monitor: is told of every attempt at an episode that returns.
+        monitor: reads the engines, and is told of every attempt at an episode that returns.
         flight: bounds the episodes in flight, by what the monitor reads.
         dead: `Policy.dead` of the first worker that has a reason; all collections are stopped then.
     """
@@ -85,21 +85,27 @@ class Collector:
         engines: Sequence[EngineSlot],
         workers: Sequence[WorkerSlot],
         environment: EnvironmentSlot,
+        beside: Collector | None = None,
         engines_there: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """
+        """Engines, workers and environment are already started; engines may be added, see `add`, and leave.
+
         Args:
-            engines, workers, environment: already started; engines may be added, see `add`, and leave.
+            beside: collector of the rollout's engines, if this one's are for evaluations. Both use the same workers,
+                each in places of its own.
             engines_there: returns once there is an engine.
         """
         self._engines, self._workers, self._environment = engines, workers, environment
         self._engines_there = engines_there
         self._max_retries = rollout.max_retries
-        self.flight = Flight(rollout, env, [engine.name for engine in engines])
+        self.flight = Flight(rollout, env, [engine.name for engine in engines], evaluation=beside is not None)
         self._free = dict.fromkeys(workers, math.ceil(self.flight.places / len(workers)))
         self._places = sum(self._free.values())
-        self._numbers = itertools.count()
+        # Workers know collections by number, and the live page shows environments, not who plays in them.
+        self._numbers: Iterator[int] = itertools.count() if beside is None else beside._numbers
         self.monitor = RolloutMonitor(engines, self._read)
+        self._tallies = self.monitor if beside is None else beside.monitor
+        self._shown_as = "engines" if beside is None else "evaluation engines"
         self.dead: str | None = None
         self._running: list[_Running] = []
         self._changed = asyncio.Event()
@@ -190,7 +196,7 @@ class Collector:
         self.flight.read(reading, playing, waiting)
         with_tools = max(0.0, playing - sum(reading.requests for reading in self.monitor.engines))
         values = {"playing": playing, "waiting for a worker": waiting, "outside of engines": with_tools}
-        TIMELINE.sample("engines", "episodes", values)
+        TIMELINE.sample(self._shown_as, "episodes", values)
         self._changed.set()
 
     def _spare(self) -> int:
@@ -243,7 +249,7 @@ class Collector:
             await self._check_components()
         environment_lost = self._environment.check() > environment_losses
         trajectory.check()
-        self.monitor.returned(worker.name, trajectory)
+        self._tallies.returned(worker.name, trajectory)
         self.flight.returned(trajectory)
         if environment_lost and trajectory.reward is None:
             running.record(running.collection.lost, spec, trajectory)

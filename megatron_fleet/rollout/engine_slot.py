@@ -17,7 +17,7 @@ from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.rollout.components import CALL_TIMEOUT_S, ComponentLost, WatchedComponent, brief, died, within
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.requests import RolloutFailed
-from megatron_fleet.weight_sync.base import SingleReceiver
+from megatron_fleet.weight_sync.base import SingleReceiver, WeightReceiver
 
 T = TypeVar("T")
 CLOSE_TIMEOUT_S = 5.0
@@ -105,6 +105,15 @@ class EngineSlot(WatchedComponent):
             caller = asyncio.current_task()
             if not self.gone or (caller is not None and caller.cancelling()):
                 raise
+
+    @property
+    def takes_weights(self) -> bool:
+        """Whether an update reaches the engine at once: it serves, or was replaced and waits for the weights that it
+        had, which the update takes the place of. Raises RolloutFailed when it was given up.
+        """
+        if self._watching is not None and self._watching.done():
+            self._watching.result()
+        return self._serving.is_set() or self._resending is not None
 
     async def listen(self) -> None:
         """Create the actor and get its endpoint. Raises RolloutFailed when that fails, or it is killed too often."""
@@ -482,7 +491,7 @@ class _StartedEngine:
 
 
 class EngineGroup:
-    """All engines of a rollout as one WeightReceiver.
+    """Engines of one kind as one WeightReceiver.
 
     Attributes:
         latest: weights of the last update; ``None`` before the first.
@@ -504,6 +513,23 @@ class EngineGroup:
     @property
     def _slots(self) -> list[EngineSlot]:
         return [slot for slot in self._all if not slot.gone]
+
+    def take_weights(self) -> bool:
+        """Whether an update reaches all engines at once, see `EngineSlot.takes_weights`."""
+        return all(slot.takes_weights for slot in self._slots)
+
+    async def hand_on(self, others: WeightReceiver) -> bool:
+        """Let other engines load the weights of this group's last update; returns false where only the trainer has
+        them. Others cannot load them a second time: another update may have overwritten them by then.
+        """
+        weights = self.latest
+        if weights is None or weights.message is None:
+            return False
+        await others.open_transport(self.init_info)
+        await others.begin_update()
+        await others.load(weights.message)
+        await others.finish_update(weights.version, None)
+        return True
 
     async def open_transport(self, init_info: Mapping[str, Any]) -> None:
         await self._ready()

@@ -24,10 +24,17 @@ class Flight:
         places: most episodes that workers ever have, those included that start their environments ahead of a place.
     """
 
-    def __init__(self, rollout: RolloutConfig, env: EnvConfig, engines: Sequence[str]) -> None:
-        """Args: ``engines``: their names; none, unless some may be added: an endpoint plays."""
+    def __init__(
+        self, rollout: RolloutConfig, env: EnvConfig, engines: Sequence[str], evaluation: bool = False
+    ) -> None:
+        """
+        Args:
+            engines: their names; none, unless some may be added: an endpoint plays.
+            evaluation: they are evaluation engines.
+        """
         endpoint = not engines and not rollout.engine.elastic
-        self._most, self._lookahead = rollout.most_in_flight(endpoint), env.provisioning.lookahead
+        self._most = rollout.most_evaluated(len(engines)) if evaluation else rollout.most_in_flight(endpoint)
+        self._lookahead = env.provisioning.lookahead
         self.places = self._most + self._lookahead
         sequences = rollout.engine.sequences(rollout.episodes_in_flight)
         self._concurrency = Concurrency(engines, sequences) if rollout.adapts and not endpoint else None

@@ -55,7 +55,8 @@ class Load:
     """What a rollout does now.
 
     Attributes:
-        playing, waiting: episodes that workers have, and that wait for a worker.
+        engines: those of the rollout, then those that play evaluations only.
+        playing, waiting: episodes that workers have for the rollout's engines, and that wait for a worker.
         allowed: episodes that may play now; ``None``: the number does not follow the engines' load.
     """
 

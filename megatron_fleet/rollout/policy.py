@@ -14,7 +14,7 @@ from megatron_fleet.config.sections.evaluation import EndpointConfig
 from megatron_fleet.envs.base import Environment
 from megatron_fleet.models.chat.detection import make_renderer
 from megatron_fleet.rollout.engine_client import connect
-from megatron_fleet.rollout.requests import EpisodeSpec
+from megatron_fleet.rollout.requests import EngineKind, EpisodeSpec
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.chat_client import Dialect
@@ -27,15 +27,17 @@ class EngineAccess:
 
     Attributes:
         tokenizer_folder: folder of the model's tokenizer.
-        addresses: address of each engine.
+        addresses: address of each engine of the rollout.
         token: the run's secret.
         host: address of the worker's host; local engines are preferred.
+        eval_addresses: address of each evaluation engine.
     """
 
     tokenizer_folder: str
     addresses: Sequence[str]
     token: str
     host: str = ""
+    eval_addresses: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,20 @@ class EnginePolicy:
     def __init__(self, access: EngineAccess, rollout: RolloutConfig, settings: EpisodeSettings) -> None:
         self._settings = settings
         self._renderer = make_renderer(access.tokenizer_folder, rollout.thinking, rollout.renderer)
-        self._engine = connect(access.addresses, access.token, rollout.engine.health_timeout_s, access.host)
+        addresses: dict[EngineKind, Sequence[str]] = {"rollout": access.addresses, "eval": access.eval_addresses}
+        self._engines = {
+            kind: connect(of_kind, access.token, rollout.engine.health_timeout_s, access.host)
+            for kind, of_kind in addresses.items()
+        }
         self._agent = make_agent(settings.agent.kind)
 
     def engine_moved(self, before: str, now: str) -> None:
-        self._engine.moved(before, now)
+        # An address is one of either kind; engines that are added are the rollout's.
+        for engines in self._engines.values() if before else (self._engines["rollout"],):
+            engines.moved(before, now)
 
     def engine_leaves(self, address: str) -> None:
-        self._engine.leaves(address)
+        self._engines["rollout"].leaves(address)
 
     async def play(self, spec: EpisodeSpec, environment: Environment) -> Trajectory:
         settings = dataclasses.replace(
@@ -108,7 +116,7 @@ class EnginePolicy:
         return await self._agent(
             spec.task,
             environment,
-            self._engine,
+            self._engines[spec.engines],
             self._renderer,
             settings,
             episode_seed(spec),

@@ -67,6 +67,9 @@ class Pool:
     """Components of a rollout within a Ray cluster. `start` starts them; their slots restart those that die.
 
     Attributes:
+        engines: those of the rollout.
+        eval_engines: those that play evaluations only; there may be none.
+        eval_collector: uses these, and the same workers; ``None`` without them.
         asleep: time that the engines have slept.
     """
 
@@ -77,22 +80,27 @@ class Pool:
         environment: Mapping[str, str],
         resend: Callable[[], Resend | None],
         ready: Callable[[], Awaitable[None]],
+        eval_resend: Callable[[], Resend | None] = lambda: None,
     ) -> None:
         """
         Args:
             environment: environment variables of the environment server.
             resend: returns the function that resends weights to a restarted engine, if any.
             ready: returns once `start` has.
+            eval_resend: the same as ``resend``, of an evaluation engine.
         """
         self._config, self._settings, self._resend = config, settings, resend
         self._url = ""
         self.asleep = Stopwatch()
         self._listening = asyncio.Event()
-        self.engines = [self._engine_slot(i) for i in range(len(settings.engines))]
+        kinds = [place.evaluation for place in settings.engines]
+        self.engines = [self._engine_slot(i, resend) for i, evaluation in enumerate(kinds) if not evaluation]
+        self.eval_engines = [self._engine_slot(i, eval_resend) for i, evaluation in enumerate(kinds) if evaluation]
         self._joining: dict[EngineSlot, asyncio.Task[None]] = {}
         self._departed = EngineStatistics()
         self._added = asyncio.Event()
         self.group = EngineGroup(_Both(self.engines, self._joining), ready)
+        self.eval_group = EngineGroup(self.eval_engines, ready)
         self.workers = [self._worker_slot(i) for i in range(config.rollout.workers)]
         start = ServerStart(
             config.env,
@@ -104,8 +112,13 @@ class Pool:
             environment_token(settings.token),
         )
         self.environment = EnvironmentSlot(start, self._forget_failures)
+        playing = self.workers, self.environment
         there = self._engines_there if config.rollout.engine.elastic else None
-        self.collector = Collector(config.rollout, config.env, self.engines, self.workers, self.environment, there)
+        self.collector = Collector(config.rollout, config.env, self.engines, *playing, engines_there=there)
+        self.eval_collector: Collector | None = None
+        if self.eval_engines:
+            beside = self.collector
+            self.eval_collector = Collector(config.rollout, config.env, self.eval_engines, *playing, beside)
 
     async def start(self, serving: asyncio.Task[str]) -> None:
         """Start engines and workers; returns when all of them serve.
@@ -124,12 +137,17 @@ class Pool:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
 
+    @property
+    def collectors(self) -> list[Collector]:
+        return [self.collector] if self.eval_collector is None else [self.collector, self.eval_collector]
+
     async def close(self) -> None:
         """Stop all components within a few seconds."""
-        self.collector.close()
+        for collector in self.collectors:
+            collector.close()
         for joining in self._joining.values():
             joining.cancel()
-        slots = (*self.engines, *self._joining, *self.workers, self.environment)
+        slots = (*self.engines, *self._joining, *self.eval_engines, *self.workers, self.environment)
         await asyncio.gather(*(slot.close() for slot in slots), return_exceptions=True)
 
     async def add_host(self, host: Host) -> None:
@@ -145,7 +163,7 @@ class Pool:
             )
         first = len(self._settings.engines)
         self._settings = self._settings.with_host(host, places)
-        for slot in [self._engine_slot(first + i, joining=True) for i in range(len(places))]:
+        for slot in [self._engine_slot(first + i, self._resend, joining=True) for i in range(len(places))]:
             self._joining[slot] = asyncio.create_task(self._join(slot))
 
     async def _join(self, slot: EngineSlot) -> None:
@@ -215,10 +233,11 @@ class Pool:
                 ) from None
 
     async def _start_engines(self) -> None:
-        await asyncio.gather(*(engine.listen() for engine in self.engines))
+        engines = (*self.engines, *self.eval_engines)
+        await asyncio.gather(*(engine.listen() for engine in engines))
         self._listening.set()
         with self._telling_what_starts():
-            await asyncio.gather(*(engine.start() for engine in self.engines))
+            await asyncio.gather(*(engine.start() for engine in engines))
 
     @contextlib.contextmanager
     def _telling_what_starts(self) -> Iterator[None]:
@@ -229,7 +248,7 @@ class Pool:
             while True:
                 await asyncio.sleep(TELL_S)
                 waited += TELL_S
-                late = [engine for engine in self.engines if not engine.is_serving]
+                late = [engine for engine in (*self.engines, *self.eval_engines) if not engine.is_serving]
                 if late:
                     names = ", ".join(engine.name for engine in late)
                     with contextlib.suppress(OSError):  # on another host
@@ -255,7 +274,7 @@ class Pool:
     async def _forget_failures(self) -> None:
         await asyncio.gather(*(worker.forget_failures() for worker in self.workers))
 
-    def _engine_slot(self, index: int, joining: bool = False) -> EngineSlot:
+    def _engine_slot(self, index: int, resend: Callable[[], Resend | None], joining: bool = False) -> EngineSlot:
         engine, host = self._config.rollout.engine, self._settings.engine_host(index)
 
         async def make() -> object:
@@ -267,14 +286,14 @@ class Pool:
             return make_engine(self._config, self._settings, index)
 
         return EngineSlot(
-            f"engine {index}",
-            str(self._settings.logs / f"engine-{index}.log"),
+            self._settings.engine_name(index),
+            str(self._settings.engine_log(index)),
             make,
             host=host,
             start_timeout_s=engine.start_timeout_s,
             update_timeout_s=engine.update_timeout_s,
             on_move=self._engine_moved,
-            resend=self._resend,
+            resend=resend,
             joining=joining,
         )
 
@@ -287,7 +306,7 @@ class Pool:
         episode_timeout_s = env.provisioning.wait_s + env.reset_timeout_s + episodes_s + RUN_MARGIN_S
 
         def make() -> object:
-            endpoints = [engine.endpoint for engine in self.engines]
+            endpoints = [engine.endpoint for engine in (*self.engines, *self.eval_engines)]
             return make_worker(self._config, self._settings, index, self._url, endpoints)
 
         log = str(self._settings.logs / f"worker-{index}.log")

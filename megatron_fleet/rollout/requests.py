@@ -10,6 +10,9 @@ from megatron_fleet.agents.trajectory import Group, Trajectory
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.data.task import Task
 
+EngineKind = Literal["rollout", "eval"]
+"""Which engines play: those of the rollout, or those for evaluations alone (`eval.engines`)."""
+
 
 class RolloutFailed(Exception):
     """A component kept failing. The run should stop; it can be resumed from its newest checkpoint."""
@@ -43,6 +46,7 @@ class CollectRequest:
     played: Mapping[tuple[int, int], Trajectory] = field(default_factory=dict)
     first: int = 0
     follows: int | None = None
+    engines: EngineKind = "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +71,7 @@ class EpisodeSpec:
     attempt: int = 0
     trained: bool = True
     collection: int = 0
+    engines: EngineKind = "rollout"
 
     @property
     def name(self) -> str:

@@ -25,13 +25,12 @@ from megatron_fleet.rollout import ray_local
 from megatron_fleet.rollout.engine_statistics import engine_metrics
 from megatron_fleet.rollout.monitor import Load
 from megatron_fleet.rollout.requests import CollectRequest, CollectResult, RolloutFailed
-from megatron_fleet.weight_sync.base import WeightReceiver
 
 if TYPE_CHECKING:
     from megatron_fleet.agents.chat_client import Dialect
     from megatron_fleet.rollout.actors import ActorSettings
     from megatron_fleet.rollout.collection import OnEpisode
-    from megatron_fleet.rollout.engine_slot import Resend
+    from megatron_fleet.rollout.engine_slot import EngineGroup, Resend
     from megatron_fleet.rollout.pool import Pool
 
 log = logging.getLogger(__name__)
@@ -68,12 +67,15 @@ class RolloutService:
 
     Attributes:
         run_id: marks every process of this rollout (see `cluster.janitor`).
-        engines: all engines, as the receiver of a weight transport.
+        engines: all engines of the rollout, as the receiver of a weight transport.
+        eval_engines: those that play evaluations only, which take no part in updates of the others; there may be none.
         resend: resends the current weights to a restarted engine; set by the controller. Without it a restarted engine
             ends the run unless its transport is lasting.
+        eval_resend: the same, of an evaluation engine.
     """
 
-    engines: WeightReceiver
+    engines: EngineGroup
+    eval_engines: EngineGroup
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class RolloutService:
         """
         self.run_id = secrets.token_hex(4)
         self.resend: Resend | None = None
+        self.eval_resend: Resend | None = None
         self._config = config
         self._out, self._episode_python = out.resolve(), episode_python
         wanted = PlacementRequest.of_evaluation(config.rollout.engine)
@@ -135,8 +138,8 @@ class RolloutService:
     ) -> CollectResult:
         """Play all episodes of ``request``. A failed episode is part of the result.
 
-        Concurrent calls share ``rollout.episodes_in_flight``; free capacity goes to the earliest call. Cancelling a
-        call stops only its own episodes.
+        Concurrent calls that are played by the same engines share ``rollout.episodes_in_flight``; free capacity goes to
+        the earliest call. Cancelling a call stops only its own episodes.
 
         Args:
             on_episode: called with each episode when it has ended.
@@ -148,7 +151,9 @@ class RolloutService:
             EnvironmentFailed: the run's own environment server failed for too long.
         """
         await self.wait_ready()
-        return await self._pool.collector.collect(request, on_episode, stop, on_start)
+        collector = self._pool.collector if request.engines == "rollout" else self._pool.eval_collector
+        assert collector is not None, "there are no evaluation engines"
+        return await collector.collect(request, on_episode, stop, on_start)
 
     async def environment_available(self) -> str | None:
         """Return why no environment is available now; ``None`` when a server answers, or there is none to probe.
@@ -159,8 +164,9 @@ class RolloutService:
         return await self._pool.environment.available()
 
     async def score(self, sequences: Sequence[np.ndarray]) -> list[list[np.ndarray]]:
-        """Score ``sequences`` (int32 ``[T]``) on every engine at temperature 1: log-probs float32 ``[T]``, first 0.
-        Engines that leave meanwhile are left out."""
+        """Score ``sequences`` (int32 ``[T]``) on every engine of the rollout at temperature 1: log-probs float32
+        ``[T]``, first 0. Engines that leave meanwhile are left out.
+        """
         await self.wait_ready()
         from megatron_fleet.rollout.components import ComponentLost
 
@@ -173,17 +179,18 @@ class RolloutService:
         return [score for score in scores if not isinstance(score, BaseException)]
 
     async def statistics(self) -> dict[str, float]:
-        """Return the metrics of the engines and of the episodes in flight since the last call."""
+        """Return the metrics of the rollout's engines and of their episodes in flight since the last call."""
         await self.wait_ready()
         engines = {"engine/engines": float(len(self._pool.engines))}
         return engines | engine_metrics(await self._pool.statistics()) | self._pool.collector.flight.metrics()
 
     def live(self) -> Load:
         """Return what engines and workers do now. Threads other than the event loop's may call it."""
-        collector = self._pool.collector
+        collector, evaluating = self._pool.collector, self._pool.eval_collector
         playing, waiting = collector.load()
         allowed = collector.flight.allowed if self._config.rollout.adapts else None
-        return Load(collector.monitor.engines, collector.monitor.environments(), playing, waiting, allowed)
+        engines = [*collector.monitor.engines, *([] if evaluating is None else evaluating.monitor.engines)]
+        return Load(engines, collector.monitor.environments(), playing, waiting, allowed)
 
     async def sleep(self) -> str | None:
         """Put all engines to sleep, which discards their weights; returns the reason if one freed no memory.
@@ -231,12 +238,12 @@ class RolloutService:
 
         # Leftovers of a killed server are removed with the run's folder.
         variables = inherited | {"TMPDIR": str(folder)}
-        settings = self._actor_settings(logs, head)
-        self._pool = Pool(self._config, settings, variables, lambda: self.resend, self.wait_ready)
-        self.engines = self._pool.group
+        settings, resends = self._actor_settings(logs, head), (lambda: self.resend, lambda: self.eval_resend)
+        self._pool = Pool(self._config, settings, variables, resends[0], self.wait_ready, resends[1])
+        self.engines, self.eval_engines = self._pool.group, self._pool.eval_group
         self._cleanup.push_async_callback(self._pool.close)
-        watching = asyncio.create_task(self._pool.collector.monitor.watch())
-        self._cleanup.push_async_callback(_end, watching)
+        watching = [asyncio.create_task(collector.monitor.watch()) for collector in self._pool.collectors]
+        self._cleanup.push_async_callback(_end, *watching)
         serving = asyncio.create_task(self._pool.environment.start())
         self._starting = asyncio.create_task(self._start_pool(serving, head))
         self._cleanup.push_async_callback(_end, self._starting, serving)
@@ -283,7 +290,7 @@ class RolloutService:
             episode_python=self._episode_python,
             token=self._site.token,
             env_vars=marks(self.run_id) | temporary | family_environment(self._config.model.family),
-            engines=self._site.placement.engines,
+            engines=(*self._site.placement.engines, *self._site.placement.eval_engines),
             transport=self._site.placement.transport,
             inventory=self._site.inventory,
             dialect=self._dialect,

@@ -61,11 +61,14 @@ class EpisodeWorker:
         settings = EpisodeSettings.from_config(rollout_config, env_config, AgentConfig.model_validate(agent))
         self.policy = make_policy(access, rollout_config, settings)
         self._env_config, self._env_url, self._env_token = env_config, env_url, env_token
-        most = rollout_config.most_in_flight(endpoint=isinstance(access, EndpointAccess))
-        places = math.ceil(most / rollout_config.workers)
         self._provisioner = Provisioner(env_config.provisioning)
-        self._started = asyncio.Semaphore(places + env_config.provisioning.lookahead)
-        self._slots = asyncio.Semaphore(places)
+        most = {"rollout": rollout_config.most_in_flight(endpoint=isinstance(access, EndpointAccess))}
+        if isinstance(access, EngineAccess):
+            most["eval"] = rollout_config.most_evaluated(len(access.eval_addresses))
+        self._places = {
+            kind: _Places(math.ceil(count / rollout_config.workers), env_config.provisioning.lookahead)
+            for kind, count in most.items()
+        }
         self._lag = LoopLag()
         self._running: dict[asyncio.Task[Trajectory], int] = {}
         self._aborted: set[int] = set()
@@ -101,7 +104,7 @@ class EpisodeWorker:
     async def _play(self, spec: EpisodeSpec) -> Trajectory:
         """Play one episode, unless its environment is in quarantine."""
         env_key = spec.task.env_key
-        async with self._started:
+        async with self._places[spec.engines].started:
             provisioner = self._provisioner
             try:
                 ticket = provisioner.admit(env_key)
@@ -124,12 +127,23 @@ class EpisodeWorker:
         environment = provisioner.environment(spec.task.env_key, inner)
         try:
             await environment.start(spec.task)
-            async with self._slots:
+            async with self._places[spec.engines].playing:
                 trajectory = await self.policy.play(spec, environment)
         finally:
             await environment.close()
         trajectory.metrics |= environment.metrics
         return trajectory
+
+
+class _Places:
+    """Places of a worker for the episodes of one kind of engines. The other kind's do not take them.
+
+    Attributes:
+        started, playing: held by an episode whose environment is started, and by one that plays.
+    """
+
+    def __init__(self, playing: int, lookahead: int) -> None:
+        self.started, self.playing = asyncio.Semaphore(playing + lookahead), asyncio.Semaphore(playing)
 
 
 def _as_trajectory(spec: EpisodeSpec, result: Trajectory | BaseException) -> Trajectory:

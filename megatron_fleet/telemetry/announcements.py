@@ -119,10 +119,12 @@ class Announcements:
         if self._thread is None:
             return
         row = _kept({"step": step, "attempt": self._began, **metrics})
-        older = [r for r in self._rows if r["step"] <= step]  # a restarted trainer goes back to a checkpoint
+        older = [r for r in self._rows if r["step"] <= step]
         if older and older[-1]["step"] == step:
             row = older.pop() | row
-        self._rows = [*older, row]
+        # A restarted trainer goes back to a checkpoint; an evaluation may end after newer steps (eval.engines).
+        newer = [] if "accounting/episodes" in metrics else [r for r in self._rows if r["step"] > step]
+        self._rows = [*older, row, *newer]
         if "accounting/episodes" in metrics:
             self._step = step
             if self._first:

@@ -94,12 +94,14 @@ class RunProgress:
         self._last = {k: v for k, v in self._last.items() if k.startswith("eval/")} | dict(metrics)
         self._line(f"step {self._done}/{self._steps} · {step_text(metrics)} · {self._pace()}")
 
-    def evaluated(self, metrics: Mapping[str, float], in_step: bool = False) -> None:
-        """Record the end of an evaluation; ``in_step`` is false outside training steps, such as before training."""
+    def evaluated(self, step: int, metrics: Mapping[str, float], in_step: bool = False) -> None:
+        """Record the end of an evaluation of the weights of ``step``; ``in_step`` is false outside training steps, such
+        as before training.
+        """
         self._last |= metrics
         if not in_step:
             self._step_started = time.monotonic()
-        self._line(f"evaluation after step {self._done} · {step_text(metrics)}")
+        self._line(f"evaluation after step {step} · {step_text(metrics)}")
 
     def close(self) -> None:
         """Stop, leaving the last state on the terminal. Idempotent."""

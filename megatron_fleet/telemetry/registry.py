@@ -20,7 +20,7 @@ WILDCARDS = {
         "a phase of the loop: `step`, `generate`, `compute_advantages_and_returns`, `convert_to_training_input` (the "
         "plan of packing), `policy_train` (all passes and optimizer steps), `sync_weights`, `save_checkpoints` (what "
         "training waits for the copy of the state, before the weights go out), `eval` (not part of `step`), and "
-        "`eval_wait` (what training waited for an overlapped evaluation); when engines share the trainer's devices "
+        "`eval_wait` (what training waited for an evaluation beside it); when engines share the trainer's devices "
         "also `offload`, `onload`, `engines_sleep`, `engines_wake`; `rollout_wait` (what the trainer waited for "
         "episodes) and `engines_idle` (time since the last step in which no episode of training was under way); of "
         "memory: `train`, "
@@ -364,6 +364,11 @@ METRICS: tuple[Metric, ...] = (
     *_family(("checkpoint/",), _CHECKPOINT),
     *_family(("eval/{env}/",), _EVAL),
     *_family(("eval/all/",), _ATTEMPTS),
+    Metric(
+        "eval/lag_steps",
+        "Steps trained on from this one until its evaluation had ended; given by evaluation engines (eval.engines).",
+    ),
+    Metric("eval/lag_s", "Seconds from the time when that evaluation was due until it had ended, likewise."),
     Metric("eval/all/attempts_unstarted", "Episodes that no worker had begun when eval.budget_s was over."),
     Metric("eval/all/tasks_held_out", "Tasks of which eval.tasks were chosen to be played."),
     Metric("eval/all/greedy_tasks", "Tasks selected to be played greedily."),

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, BinaryIO, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -31,7 +31,9 @@ HISTOGRAM_BINS = 30
 
 
 class MetricSink(Protocol):
-    """Receiver of metrics per step; steps only increase. A sink that resumes after step k drops newer steps."""
+    """Receiver of metrics per step, in their order; those of an evaluation may come some steps later (`eval.engines`).
+    A sink that resumes after step k drops newer steps.
+    """
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
@@ -113,7 +115,7 @@ class OwnSink:
 
 
 class MetricsLog:
-    """Writer of ``metrics.jsonl``: one JSON object per step, flushed immediately.
+    """Writer of ``metrics.jsonl``: one JSON object per step, in their order, flushed immediately.
 
     Besides the metrics a line has ``step``, ``time`` (unix seconds) and ``attempt`` (unix seconds when the attempt that
     wrote it began), so durations survive a resume. Non-finite numbers are written as ``null``.
@@ -125,36 +127,61 @@ class MetricsLog:
         Raises:
             UserError: as for `read_metrics`.
         """
+        self._path = path
         self._attempt = time.time() if started is None else started
         path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if resumed_step is None else [r for r in read_metrics(path) if r["step"] <= resumed_step]
-        lines = [_line(row) for row in kept]
-        write_atomically(path, b"".join(lines))
-        self._last: dict[str, Any] = kept[-1] if kept else {"step": -1}
-        self._last_at = sum(len(line) for line in lines[:-1])  # byte offset of the last line
-        self._file = path.open("r+b")
-        self._file.seek(0, os.SEEK_END)
+        self._last: dict[str, Any]
+        self._last_at: int  # byte offset of the last line
+        self._file: BinaryIO
+        self._replace(kept)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a line, or extend the last one if ``step`` is its step (training, then evaluation).
+        """Append a line, or extend the line of ``step`` (training, then evaluation).
 
         Raises:
-            ValueError: ``step`` is older than the last line, or a metric of this step was written before.
+            ValueError: a metric of this step was written before.
         """
-        row = {name: json_number(value) for name, value in metrics.items()}
-        if step < self._last["step"] or (step == self._last["step"] and row.keys() & self._last.keys()):
-            raise ValueError(f"metrics of step {step} were written before; the log is at step {self._last['step']}")
+        row: dict[str, Any] = {name: json_number(value) for name, value in metrics.items()}
+        if step < self._last["step"]:
+            self._write_late(step, row)
+            return
         if step == self._last["step"]:
-            row = self._last | row
+            row = _joined(self._last, row)
             self._file.seek(self._last_at)
         self._last_at = self._file.tell()
-        self._last = {"step": step} | row | {"time": time.time(), "attempt": self._attempt}
+        self._last = {"step": step} | row | self._when()
         self._file.write(_line(self._last))
         self._file.truncate()
         self._file.flush()
 
+    def _write_late(self, step: int, row: dict[str, Any]) -> None:
+        """Add to a line that others follow, or insert one. The file is replaced, so that no crash loses their rows."""
+        rows = {one["step"]: one for one in read_metrics(self._path)}
+        rows[step] = _joined(rows[step], row) if step in rows else {"step": step} | row | self._when()
+        self._file.close()
+        self._replace([rows[step] for step in sorted(rows)])
+
+    def _when(self) -> dict[str, float]:
+        return {"time": time.time(), "attempt": self._attempt}
+
+    def _replace(self, rows: Sequence[dict[str, Any]]) -> None:
+        lines = [_line(row) for row in rows]
+        write_atomically(self._path, b"".join(lines))
+        self._last = rows[-1] if rows else {"step": -1}
+        self._last_at = sum(len(line) for line in lines[:-1])
+        self._file = self._path.open("r+b")
+        self._file.seek(0, os.SEEK_END)
+
     def close(self, complete: bool = True) -> None:
         self._file.close()
+
+
+def _joined(before: Mapping[str, Any], row: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the metrics of a step. Raises ValueError when one is in both."""
+    if twice := row.keys() & before.keys():
+        raise ValueError(f"metrics of step {before['step']} were written before: {', '.join(sorted(twice))}")
+    return {**before, **row}
 
 
 def _line(row: Mapping[str, Any]) -> bytes:

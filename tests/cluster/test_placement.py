@@ -101,7 +101,7 @@ def test_auto_takes_what_the_hosts_have():
     # Without others it would be shm, which reaches no engine on another host.
     assert place(inventory(0), apart).transport == "gloo"
     config = load(["experiment=quickstart", "rollout.engine.replicas=auto"])
-    assert PlacementRequest.of(1, config.rollout.engine).engines is None
+    assert PlacementRequest.of(1, config.rollout.engine, 0).engines is None
     assert place(inventory(2), PlacementRequest.of_evaluation(config.rollout.engine)).engines == engines_at(
         ("a", (0,)), ("a", (1,))
     )
@@ -119,7 +119,9 @@ def test_engines_without_a_trainer():
 def test_the_keys_are_those_of_the_configuration():
     keys = ["parallel.tensor=2", "parallel.data=3", "rollout.engine.replicas=4", "rollout.engine.tensor_parallel=5"]
     config = load(["experiment=quickstart", *keys, "rollout.engine.colocated=true", "rollout.engine.transport=disk"])
-    assert PlacementRequest.of(config.ranks, config.rollout.engine) == PlacementRequest(6, 4, 5, True, "disk")
+    assert PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines) == PlacementRequest(
+        6, 4, 5, True, "disk"
+    )
 
 
 @pytest.mark.parametrize(("transport", "placed"), [("auto", "message"), ("own:transport", "own:transport")])
@@ -127,7 +129,7 @@ def test_a_trainer_of_the_users_own_has_no_ranks_here(transport, placed):
     keys = ["policy.trainer=my:Trainer", "rollout.sampler=my:Sampler", f"rollout.engine.transport={transport}"]
     config = load(["experiment=quickstart", "parallel.data=2", *keys])
     assert config.ranks == 0
-    found = place(inventory(0), PlacementRequest.of(config.ranks, config.rollout.engine))
+    found = place(inventory(0), PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines))
     assert (found.ranks, found.colocated, found.transport) == ((), False, placed)
 
 
@@ -270,3 +272,35 @@ def test_engines_go_only_where_ray_is_and_ranks_only_where_they_may():
     one = Inventory((Host("a", ranks=()), Host("b", "10.0.0.1", gpus(0), ranks=(0,), rollout=False)))
     with pytest.raises(UserError, match=r"1 × 1 GPUs do not fit into the 0 that the ranks have .*\(0 on a\)"):
         place(one, PlacementRequest(1))
+
+
+def test_evaluation_engines_are_on_devices_that_nobody_else_uses():
+    wanted = PlacementRequest(2, engines=1, tensor_parallel=2, colocated=False, eval_engines=2)
+    placed = place(inventory(4, 4), wanted)
+    assert placed.engines == engines_at(("a", (2, 3)))
+    assert [(one.host, one.devices) for one in placed.eval_engines] == [("b", (0, 1)), ("b", (2, 3))]
+    assert all(one.evaluation for one in placed.eval_engines)
+    rest = place(inventory(4, 4), replace(wanted, engines=None, eval_engines=1))
+    assert rest.engines == engines_at(("a", (2, 3)), ("b", (0, 1)))
+    assert [(one.host, one.devices) for one in rest.eval_engines] == [("b", (2, 3))]
+    assert place(inventory(2, 2), replace(wanted, engines=None, eval_engines=1)).engines == ()
+    with pytest.raises(UserError, match=r"\(0 \+ 1\) × 2 GPUs do not fit into the 0"):
+        place(inventory(2), replace(wanted, engines=None, eval_engines=1))
+    assert placed.transport == "nccl"
+    with pytest.raises(
+        UserError, match=r"\(rollout.engine.replicas \+ eval.engines\) × .* = \(1 \+ 2\) × 2 GPUs do not"
+    ):
+        place(inventory(4, 2), wanted)
+    for kind in (True, None):
+        with pytest.raises(UserError, match=r"^eval\.engines=2 needs rollout\.engine\.colocated=false"):
+            place(inventory(8), replace(wanted, colocated=kind))
+
+
+def test_evaluation_engines_follow_the_others_on_hosts_without_devices():
+    placed = place(inventory(0, 0), PlacementRequest(1, engines=1, eval_engines=2))
+    assert [engine.host for engine in placed.engines] == ["a"]
+    assert [engine.host for engine in placed.eval_engines] == ["b", "a"]
+    config = load(["experiment=quickstart", "eval.engines=1", "eval.at_start=true"])
+    wanted = PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines)
+    assert (wanted.engines, wanted.eval_engines) == (1, 1)
+    assert PlacementRequest.of_evaluation(config.rollout.engine).eval_engines == 0

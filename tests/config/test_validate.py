@@ -145,6 +145,17 @@ def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
         (["rollout.samples_per_prompt=1000000000"], ["rollout.samples_per_prompt=1000000000", "≤ 10000"]),
         (["rollout.max_context=1000000000000"], ["rollout.max_context=1000000000000", "≤ 67108864"]),
         (["policy.lora.rank=10000000"], ["policy.lora.rank=10000000", "≤ 65536"]),
+        (["eval.engines=1", "eval.at_start=false"], ["eval.engines=1", "eval.at_start=false", "set eval.interval"]),
+        (["eval.engines=1", "eval.overlap=true"], ["eval.engines=1 with eval.overlap=true", "leave one of them out"]),
+        (
+            ["eval.engines=2", "rollout.engine.colocated=true"],
+            ["eval.engines=2 needs rollout.engine.colocated=false", "eval.overlap=true"],
+        ),
+        (
+            ["trainer=hosted", "hosted.base_model=some/model", "eval.engines=1"],
+            ["eval.engines=1 with policy.trainer=hosted", "set eval.engines=0"],
+        ),
+        (["eval.engines=131073"], ["eval.engines=131073", "131072"]),
         (["eval.endpoint.extra_body=[1]"], ["eval.endpoint.extra_body must be a JSON object"]),
         (["eval.endpoint.extra_body={"], ["eval.endpoint.extra_body: line 1, column 2: not JSON"]),
         (

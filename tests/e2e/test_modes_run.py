@@ -73,6 +73,31 @@ def test_all_is_accounted_for(mode, tmp_path):
     check(run, mode)
 
 
+def test_evaluation_engines_score_what_an_evaluation_between_the_steps_scores(tmp_path):
+    """Both sample the same episodes with the same weights; so does training, which goes on meanwhile."""
+    runs = {}
+    for engines in (0, 1):
+        # One that lasts longer than a step; the next one, of step 2, waits for it.
+        schedule = ("eval.at_start=true", "eval.interval=2", "eval.at_end=true", "eval.samples=24", "eval.greedy=true")
+        settings = (f"run.steps={STEPS}", *schedule, "run.deterministic=true", f"eval.engines={engines}")
+        runs[engines] = Run(tmp_path / str(engines), settings)
+        runs[engines].finish()
+        runs[engines].assert_nothing_left()
+    between, own = (
+        [{k: v for k, v in row.items() if not k.startswith("eval/lag")} for row in run.facts()] for run in runs.values()
+    )
+    assert own == between
+    assert [row["step"] for row in own if "eval/all/episodes" in row] == [0, 2, 4]
+    for name in ("eval_000000", "greedy_000000", "eval_000002", "greedy_000002", "eval_000004"):
+        for one, other in zip(runs[0].arrays(name), runs[1].arrays(name), strict=True):
+            assert all((one[key] == other[key]).all() for key in one)
+    lags = {row["step"]: row["eval/lag_steps"] for row in runs[1].metrics() if "eval/lag_steps" in row}
+    assert list(lags) == [0, 2] and max(lags.values()) >= 1
+    assert (runs[1].out / "logs" / "eval-engine-0.log").stat().st_size
+    status = read_status(runs[1].out)
+    assert status is not None and status.state == "finished"
+
+
 class NoStore:
     """Nothing is uploaded."""
 

@@ -33,7 +33,7 @@ SETTINGS = (
     "eval.at_start=true", "eval.interval=1", "eval.at_end=true", "eval.greedy=true",
 )  # fmt: skip
 COLOCATED, OVERLAPPED = ("rollout.engine.colocated=true",), ("eval.overlap=true",)
-BOTH = (*COLOCATED, *OVERLAPPED)
+BOTH, APART = (*COLOCATED, *OVERLAPPED), ("eval.engines=1",)
 
 
 def attempt(
@@ -149,6 +149,42 @@ def test_a_run_that_is_interrupted_anywhere_ends_like_an_undisturbed_one(undistu
         if first not in STATUS[sent] or then != 0 or outcome(whole, out) != expected:
             wrong.append(f"{sent.name} at {place}, time {count}: ended with {first}, then with {then}")
     assert wrong == [] and missed <= 1 + number // 20
+
+
+def parted(found: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """What training leaves, and the metrics of evaluations by step."""
+    evaluations = {row["step"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in found["rows"]}
+    training = {
+        "rows": [{k: v for k, v in row.items() if not k.startswith("eval/")} for row in found["rows"] if row["step"]],
+        "weights": found["weights"],
+        "hf": found["hf"],
+        "checkpoints": found["checkpoints"],
+    }
+    for kind in ("episodes", "tokens"):
+        training[kind] = {name: value for name, value in found[kind].items() if name.startswith("step_")}
+    lags = ("eval/lag_steps", "eval/lag_s")
+    scores = {step: {k: v for k, v in row.items() if k not in lags} for step, row in evaluations.items()}
+    return training, {step: row for step, row in scores.items() if row}
+
+
+@pytest.mark.parametrize(("setting", "part"), in_turn([(APART, part) for part in range(PARTS)], of=PARTS))
+def test_an_interruption_costs_evaluation_engines_at_most_an_evaluation(undisturbed, tmp_path, part):
+    """Weights between two checkpoints are gone when a run is resumed; those of a checkpoint are evaluated."""
+    whole, places, expected = undisturbed
+    training, scores = parted(expected)
+    wrong = []
+    for number, (place, count, sent) in enumerate(moments(places, part)):
+        out = tmp_path / str(number)
+        first, waited = attempt(whole, out, Moment(place, count, sent))
+        if waited.count(place) < count:
+            continue  # the evaluations are beside the loop
+        then, _ = attempt(whole, out)
+        found = parted(outcome(whole, out)) if then == 0 else None
+        same = found is not None and found[0] == training and {2, 3} <= found[1].keys()
+        same = same and found is not None and all(scores[step] == row for step, row in found[1].items())
+        if first not in STATUS[sent] or not same:
+            wrong.append(f"{sent.name} at {place}, time {count}: ended with {first}, then with {then}")
+    assert wrong == []
 
 
 @pytest.mark.parametrize("setting", [COLOCATED])

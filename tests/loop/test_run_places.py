@@ -68,7 +68,8 @@ async def opened(config: Config, address: str, *hellos: tuple[str, object]) -> t
     dialling = [asyncio.create_task(say(address, *hello)) for hello in hellos]
     async with open_hosts(config, TOKEN) as hosts:
         starter = hosts.starter(
-            config, place(hosts.inventory, PlacementRequest.of(config.ranks, config.rollout.engine))
+            config,
+            place(hosts.inventory, PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines)),
         )
         for writer in await asyncio.gather(*dialling):
             writer.close()

@@ -69,7 +69,8 @@ class Run:
             set_aside(self.config)
         with RunFolder(self.out, self.config.run.name, self.config.run.id) as folder:
             config = self.config.model_copy(update={"run": self.config.run.model_copy(update={"id": folder.id})})
-            attempts = open_attempts(config, *self.data, self.rollout, lambda: 0.0)
+            own = engines if config.eval.engines else None
+            attempts = open_attempts(config, *self.data, self.rollout, lambda: 0.0, (), own)
             stack = ExitStack()
             checkpoints, uploader, found = stack.enter_context(open_checkpoints(config))
             try:

@@ -90,7 +90,8 @@ def test_an_experiment_fits_its_gpus(name):
     checks._layout(config, hf_config(name))
     devices = tuple(Device(i, f"GPU-{i}", "H100", size) for i in range(gpus))
     placed = place(
-        Inventory((Host("node", "10.0.0.1", devices),)), PlacementRequest.of(config.ranks, config.rollout.engine)
+        Inventory((Host("node", "10.0.0.1", devices),)),
+        PlacementRequest.of(config.ranks, config.rollout.engine, config.eval.engines),
     )
     assert placed.colocated and placed.transport == "cuda_ipc"
     assert {d for engine in placed.engines for d in engine.devices} == set(range(gpus))

@@ -63,6 +63,21 @@ def test_a_worker_answers_calls_besides_all_its_episodes(monkeypatch, episodes, 
     assert options["scheduling_strategy"].node_id in ("a" * 56, "b" * 56)
 
 
+def test_a_worker_answers_calls_of_both_kinds_of_engines(monkeypatch):
+    monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.1", "a"), node("10.0.0.2", "b")])
+    config = rollout_config(Path("none"), episodes_in_flight=3000, workers=1)
+    both = replace(SETTINGS, engines=(*SETTINGS.engines, EnginePlace("one", (), evaluation=True)))
+    engine = SimpleNamespace(name="engine 0")
+    collector = Collector(config.rollout, config.env, [engine], [object()], None)
+    beside = Collector(config.rollout, config.env, [engine], [object()], None, collector)
+    places = sum(max(one._free.values()) for one in (collector, beside))
+    assert worker_options(config, both, 0)["max_concurrency"] > places >= 6000
+    assert [both.engine_name(i) for i in range(3)] == ["engine 0", "engine 1", "evaluation engine 0"]
+    joined = both.with_host(Host("three", "10.0.0.3"), [EnginePlace("three", ())])
+    assert (joined.engine_name(3), joined.engine_host(3), joined.eval_engines) == ("engine 2", "10.0.0.3", 1)
+    assert [both.engine_log(i).name for i in (1, 2)] == ["engine-1.log", "eval-engine-0.log"]
+
+
 def test_a_host_that_left_the_cluster_is_named(monkeypatch):
     monkeypatch.setattr(ray, "nodes", lambda: [node("10.0.0.1", "a")])
     with pytest.raises(ComponentLost, match=r"no Ray node has the address 10\.0\.0\.2"):

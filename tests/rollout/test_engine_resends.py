@@ -12,14 +12,18 @@ import pytest
 
 pytest.importorskip("ray")
 
-from fake_engines import Slot
-from fake_rollout import FakeEngines
+from fake_engines import Slot, pause
+from fake_rollout import FakeEngines, FakeTransport
 from fake_trainer import FakeTrainer
 from waiting import HANG_S, until
 
+from megatron_fleet.cluster.restarts import Restarts
 from megatron_fleet.config.load import load
+from megatron_fleet.evaluation.apart import Postponed
 from megatron_fleet.loop.engine_weights import EngineWeights
+from megatron_fleet.rollout.components import ComponentLost
 from megatron_fleet.rollout.engine_slot import EngineGroup
+from megatron_fleet.rollout.requests import RolloutFailed
 from megatron_fleet.trainer.base import AdamParams, TrainerLost
 from megatron_fleet.weight_sync.cuda_ipc.controller import CudaIpcTransport
 
@@ -142,3 +146,126 @@ async def test_weights_do_not_change_while_they_are_sent_again(tmp_path, monkeyp
     assert engine.version == 0 and np.array_equal(engine.weights, before)
     assert not np.array_equal(system.trainer.weights, before)
     await system.slot.close()
+
+
+class Beside:
+    """A trainer, an engine of the rollout and an evaluation engine, with version 0 synced."""
+
+    def __init__(self, tmp_path, monkeypatch, lasting):
+        self.rollout_slot, self.slot, self.trainer = Slot(monkeypatch), Slot(monkeypatch), FakeTrainer(16)
+        self.rollout = OneEngine(self.rollout_slot)
+        self.rollout.eval_engines = EngineGroup([self.slot], self.rollout.wait_ready)
+        config = load(["experiment=quickstart", "rollout.engine.colocated=false", f"run.out={tmp_path}"])
+        transport = Lasting() if lasting else FakeTransport()
+        self.weights = EngineWeights(config.rollout, config.run, self.trainer, self.rollout, transport)
+        monkeypatch.setattr(self.slot, "_find_resend", lambda: self.rollout.eval_resend)
+
+    async def begin(self):
+        await self.rollout_slot.begin()
+        await self.slot.begin()
+        await self.weights.start()
+        await self.weights.update(0)
+
+    def sent(self):
+        return [call for call in self.trainer.calls if call.startswith("send_weights")]
+
+
+class Lasting(FakeTransport):
+    """Engines can load the last version, and no other one, as long as no newer one is sent."""
+
+    lasting = True
+
+    async def sync(self, trainer, engines, version):
+        await engines.open_transport({"memory": 1})
+        await engines.begin_update()
+        await trainer.send_weights(version, {}, engines.load)
+        await engines.finish_update(version, {"round": version})
+
+
+@pytest.fixture(params=[False, True], ids=["sent again", "lasting"])
+async def beside(tmp_path, monkeypatch, request):
+    made = Beside(tmp_path, monkeypatch, request.param)
+    await made.begin()
+    async with asyncio.timeout(HANG_S):
+        yield made
+    await made.slot.close()
+    await made.rollout_slot.close()
+
+
+async def test_evaluation_engines_get_the_weights_that_they_are_sent_and_no_others(beside):
+    lasting = isinstance(beside.weights._transport, Lasting)
+    assert beside.slot.names() == [] and beside.slot.version is None
+    await beside.weights.send_for_evaluation(0)
+    assert beside.slot.version == 0
+    # The trainer is asked only where engines cannot load the version of the rollout's.
+    assert beside.sent() == ["send_weights 0"] * (1 if lasting else 2)
+    await beside.weights.to_trainer()
+    with pytest.raises(Postponed, match="newer weights than those of step 0"):
+        await beside.weights.send_for_evaluation(0)
+    await beside.weights.update(1)
+    assert (beside.rollout_slot.version, beside.slot.version) == (1, 0)
+
+
+async def test_an_evaluation_engine_gets_its_weights_again_while_the_trainer_has_them(beside):
+    await beside.weights.send_for_evaluation(0)
+    await beside.slot.lose()
+    await until(lambda: beside.slot.is_serving)
+    assert beside.slot.version == 0 and not beside.weights._eval_lost.is_set()
+    if isinstance(beside.weights._transport, Lasting):
+        assert ("load", {"round": 0}) in beside.slot.calls
+
+
+async def test_one_whose_weights_are_gone_waits_for_the_next_and_says_so(beside):
+    await beside.weights.send_for_evaluation(0)
+    await beside.weights.to_trainer()
+    await beside.weights.update(1)
+    await beside.slot.lose()
+    assert not beside.weights.can_send_for_evaluation()
+    await beside.weights.lost_for_evaluation()
+    assert beside.weights.can_send_for_evaluation() and not beside.slot.is_serving
+    await beside.weights.to_trainer()  # does not wait for it
+    await beside.weights.update(2)
+    await beside.weights.send_for_evaluation(2)
+    assert beside.slot.version == 2 and beside.slot.is_serving and beside.slot.restarts.count == 1
+    assert not beside.weights._eval_lost.is_set()
+
+
+async def test_the_trainer_waits_for_an_evaluation_engine_that_is_receiving(beside):
+    beside.slot.actor.hang = "begin_update"
+    sending = asyncio.create_task(beside.weights.send_for_evaluation(0))
+    await until(lambda: "begin_update" in [call[0] for call in beside.slot.calls])
+    turning = asyncio.create_task(beside.weights.to_trainer())
+    await pause()
+    assert not turning.done()
+    beside.slot.actor.lost.set()
+    await asyncio.gather(sending, turning)
+    assert beside.slot.version == 0
+
+
+async def test_a_trainer_that_is_lost_while_an_evaluation_engine_is_restarted_does_not_keep_the_sending(beside):
+    if isinstance(beside.weights._transport, Lasting):
+        pytest.skip("the trainer is not asked")
+    beside.slot.actor.hang = "begin_update"
+    sending = asyncio.create_task(beside.weights.send_for_evaluation(0))
+    await until(lambda: "begin_update" in [call[0] for call in beside.slot.calls])
+    beside.trainer._fail = {"send_weights": {3: TrainerLost("gone"), 4: TrainerLost("gone")}}
+    beside.slot.actor.lost.set()
+    with pytest.raises((Postponed, TrainerLost)):
+        await sending
+
+
+async def test_an_evaluation_engine_that_is_given_up_is_named(beside):
+    async def gone():
+        raise ComponentLost("its host is gone")
+
+    beside.slot._make = gone
+    beside.slot.restarts = Restarts("evaluation engine 0", "Its log is log.", 1)
+    await beside.slot.lose()
+    await until(lambda: beside.slot._watching.done())
+    with pytest.raises(RolloutFailed, match="evaluation engine 0 died"):
+        beside.weights.can_send_for_evaluation()
+    with pytest.raises(RolloutFailed, match="evaluation engine 0 died"):
+        await beside.weights.send_for_evaluation(0)
+    await beside.weights.to_trainer()
+    await beside.weights.update(1)
+    assert beside.rollout_slot.version == 1

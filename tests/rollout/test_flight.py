@@ -126,7 +126,7 @@ def test_engines_that_are_added_and_leave_change_how_many_play():
 async def test_episodes_begin_when_an_engine_is_added(monkeypatch):
     made, worker, there = config(), Worker(), asyncio.Event()
     engines = []
-    collector = Collector(made.rollout, made.env, engines, [worker], Environments(), there.wait)
+    collector = Collector(made.rollout, made.env, engines, [worker], Environments(), engines_there=there.wait)
     collecting = asyncio.create_task(collector.collect(request(tasks=1, samples=2)))
     await asyncio.sleep(0.05)
     assert not worker.began

@@ -60,7 +60,7 @@ async def pool(tmp_path, monkeypatch):
         tmp_path, Path(sys.executable), "token", {}, [EnginePlace("own", ())], "gloo", Inventory((OWN,))
     )
 
-    def slot(self, index, joining=False):
+    def slot(self, index, resend, joining=False):
         return AddedSlot(monkeypatch, index, self._settings.engine_host(index), joining)
 
     monkeypatch.setattr(Pool, "_engine_slot", slot)

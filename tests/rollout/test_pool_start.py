@@ -34,6 +34,7 @@ async def test_engines_that_are_late_are_named_with_the_end_of_a_log(tmp_path, m
     starting = object.__new__(pool.Pool)
     starting._config = SimpleNamespace(rollout=SimpleNamespace(engine=EngineConfig()))
     starting._listening = asyncio.Event()
+    starting.eval_engines = []
     starting.engines = [Engine(n, tmp_path / f"engine-{n}.log") for n in range(3)]
     task = asyncio.create_task(starting._start_engines())
     starting.engines[0].may.set()

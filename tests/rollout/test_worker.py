@@ -95,7 +95,7 @@ def world(folder, monkeypatch):
     return world
 
 
-def make_worker(folder, env=None, **changes):
+def make_worker(folder, env=None, eval_addresses=(), **changes):
     limits = {
         "prompts_per_step": 1,
         "samples_per_prompt": 2,
@@ -105,7 +105,8 @@ def make_worker(folder, env=None, **changes):
     }
     rollout = RolloutConfig(sampling=SamplingConfig(max_tokens_per_turn=40, max_turns=3), **(limits | changes))
     sections = (rollout.model_dump(), (env or EnvConfig()).model_dump(), AgentConfig().model_dump())
-    return EpisodeWorker(EngineAccess(str(folder), ["127.0.0.1:2"], "secret"), *sections, "http://127.0.0.1:1")
+    access = EngineAccess(str(folder), ["127.0.0.1:2"], "secret", eval_addresses=eval_addresses)
+    return EpisodeWorker(access, *sections, "http://127.0.0.1:1")
 
 
 @pytest.fixture
@@ -163,6 +164,41 @@ async def test_with_auto_a_worker_has_its_share_of_the_most_that_may_play(folder
     worker = make_worker(folder, episodes_in_flight="auto", **most)
     await plays(worker, *(spec("fine", i) for i in range(200)))
     assert world.most_in_flight == played
+
+
+@in_simulated_time
+async def test_an_evaluation_has_slots_and_engines_of_its_own(folder, world, monkeypatch):
+    pools = {}
+
+    def connect(endpoints, token, timeout_s, host):
+        pools[tuple(endpoints)] = pool = World(world.tokenizer)
+        return pool
+
+    monkeypatch.setattr(policy_module, "connect", connect)
+    worker = make_worker(folder, engine={"replicas": 2}, eval_addresses=["127.0.0.1:3"])
+    own, evaluating = pools["127.0.0.1:2",], pools["127.0.0.1:3",]
+    hanging = asyncio.create_task(plays(worker, *(spec("HANG", i) for i in range(12))))
+    await asyncio.sleep(0.1)
+    assert own.in_flight == 4
+    evaluation = [replace(spec("fine", i), engines="eval", collection=7, trained=False) for i in range(20)]
+    assert all(t.outcome is Outcome.COMPLETED for t in await plays(worker, *evaluation))
+    assert evaluating.most_in_flight == 2  # half of 7, for one engine beside two, over 2 workers
+    assert own.most_in_flight == 4
+    await worker.abort(0)
+    await hanging
+
+
+def test_engines_that_join_and_leave_are_the_rollouts(folder):
+    policy = make_worker(folder, eval_addresses=["127.0.0.1:3"]).policy
+
+    def known():
+        return {kind: [one.endpoint for one in pool._replicas] for kind, pool in policy._engines.items()}
+
+    policy.engine_moved("", "127.0.0.1:4")
+    assert known() == {"rollout": ["127.0.0.1:2", "127.0.0.1:4"], "eval": ["127.0.0.1:3"]}
+    policy.engine_leaves("127.0.0.1:2")
+    policy.engine_moved("127.0.0.1:3", "127.0.0.1:5")
+    assert known() == {"rollout": ["127.0.0.1:4"], "eval": ["127.0.0.1:5"]}
 
 
 @in_simulated_time

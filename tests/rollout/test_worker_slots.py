@@ -342,3 +342,52 @@ async def test_closing_fails_what_runs(tmp_path):
     collector.close()
     with pytest.raises(RolloutFailed, match="the rollout was closed"):
         await collecting
+
+
+async def test_training_and_evaluation_engines_have_collectors_and_places_of_their_own(tmp_path):
+    collector, slots, _ = await opened(tmp_path, episodes_in_flight=6)
+    config, own = rollout_config(tmp_path, episodes_in_flight=6), Engine()
+    beside = Collector(config.rollout, config.env, [own], slots, Environment(), collector)
+    gate = asyncio.Event()
+
+    async def wait(given):
+        await (gate.wait() if given.engines == "rollout" else asyncio.sleep(0))
+        return played(given, 1.0 if given.group else None)
+
+    for slot in slots:
+        slot.made[0].play = SimpleNamespace(remote=wait)
+    train = asyncio.create_task(collector.collect(request(tasks=9, samples=2)))
+    await until(lambda: collector.load()[0] == collector._places)
+    # All places of training are taken, and none of those of the evaluation.
+    evaluation = await beside.collect(replace(request(tasks=9, samples=2), purpose="eval", engines="eval"))
+    assert evaluation.accounting.known == 16 and evaluation.accounting.unknown == 2 and not train.done()
+    gate.set()
+    assert (await train).accounting.known == 16
+    assert (
+        beside.monitor.environments() == {} and sum(t.episodes for t in collector.monitor.environments().values()) > 36
+    )
+
+
+async def test_each_episode_goes_to_the_engines_that_it_is_for_and_collections_have_different_numbers(tmp_path):
+    collector, slots, _ = await opened(tmp_path)
+    config, own = rollout_config(tmp_path), Engine()
+    beside = Collector(config.rollout, config.env, [own], slots, Environment(), collector)
+    wanted = replace(request(tasks=3, samples=2), purpose="eval", engines="eval")
+    await asyncio.gather(*(collector.collect(request(tasks=3, samples=2)) for _ in range(2)), beside.collect(wanted))
+    specs = given_to(*slots)
+    numbers = {kind: {spec.collection for spec in specs if spec.engines == kind} for kind in ("rollout", "eval")}
+    assert len(numbers["rollout"]) == 2 and len(numbers["eval"]) == 1
+    assert not numbers["rollout"] & numbers["eval"]
+    assert all((spec.engines == "eval") == (not spec.trained) for spec in specs) and len(specs) == 18
+
+
+async def test_a_lost_evaluation_engine_is_checked_by_its_own_collector_only(tmp_path):
+    collector, slots, engine = await opened(tmp_path)
+    config, own = rollout_config(tmp_path), Engine()
+    beside = Collector(config.rollout, config.env, [own], slots, Environment(), collector)
+    lost = iter([Outcome.ABORTED])
+    for slot in slots:
+        slot.made[0].playing = lambda spec: played(spec, 1.0, outcome=next(lost, Outcome.COMPLETED))
+    wanted = replace(request(tasks=2, samples=1), purpose="eval", engines="eval")
+    assert (await beside.collect(wanted)).accounting.aborted == 1
+    assert (own.checks, engine.checks) == (1, 0)

@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
 def test_without_a_terminal_there_is_a_plain_line_for_the_start_and_each_step():
     stream = io.StringIO()
     with RunProgress("run", steps=3, done=1, stream=stream) as progress:
-        progress.evaluated({"eval/all/pass_at_1": 0.125})
+        progress.evaluated(1, {"eval/all/pass_at_1": 0.125})
         for _ in range(2):
             progress.phase("generate", total=64)
             progress.advance(64)
@@ -46,7 +46,7 @@ def test_the_first_line_says_how_long_the_run_is(steps, said):
 def test_an_evaluation_stays_on_the_terminal_and_a_step_does_not():
     stream = Terminal()
     progress = RunProgress("my-run", steps=5, stream=stream)
-    progress.evaluated({"eval/all/pass_at_1": 0.125})
+    progress.evaluated(0, {"eval/all/pass_at_1": 0.125})
     progress.step_done({"reward/pass_at_1": 0.75})
     progress.step_done({"reward/avg_raw_reward": 0.5})
     stream.truncate(0)

@@ -300,6 +300,8 @@ def test_every_name_is_registered_once():
         "eval/all/uploads_failed",
         "generate/uploads_failed",
         "eval/all/tasks_held_out",
+        "eval/lag_steps",
+        "eval/lag_s",
     }  # tests/loop, tests/evaluation
     names |= {"generate/repeated_ngram_rate", "eval/all/repeated_ngram_rate"}  # of longer episodes than these
     for name in names:

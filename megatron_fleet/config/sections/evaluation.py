@@ -10,6 +10,7 @@ from pydantic import Field
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.config.files import parse_json
 from megatron_fleet.config.sections.base import Rule, Section, bucket_problem, url_problem
+from megatron_fleet.config.sections.hosted import HOSTED
 
 if TYPE_CHECKING:
     from megatron_fleet.config.schema import Config
@@ -62,7 +63,14 @@ class EvalConfig(Section):
         False,
         description="Evaluate beside training. Engines on devices of their own play the evaluation while the trainer "
         "computes the next update; colocated ones during the next step's rollout, in the places that its last episodes "
-        "leave free.",
+        "leave free. eval.engines needs no overlap.",
+    )
+    engines: int = Field(
+        0,
+        ge=0,
+        description="Engines, besides rollout.engine.replicas and on devices of their own, that play the evaluations "
+        "before the last step while training goes on, for several steps if need be; eval.overlap stays false then. 0: "
+        "the engines of the rollout play them.",
     )
     upload: str | None = Field(
         None,
@@ -74,6 +82,37 @@ class EvalConfig(Section):
     def in_training(self) -> bool:
         """Whether a training run evaluates at all and thus needs held-out tasks."""
         return self.at_start or self.at_end or self.interval > 0
+
+
+def sharing_problem(engines: int) -> str:
+    """Return why evaluation engines cannot be beside engines that share the ranks' devices. ``engines``: the key."""
+    return (
+        f"eval.engines={engines} needs rollout.engine.colocated=false: engines on devices of their own cannot get "
+        f"their weights as those do that share the ranks' devices; set that, or eval.engines=0 and eval.overlap=true, "
+        f"which plays evaluations in the places that the next rollout leaves free."
+    )
+
+
+def _engines(c: Config) -> str | None:
+    e = c.eval
+    if not e.engines:
+        return None
+    if c.policy.trainer == HOSTED:
+        return (
+            f"eval.engines={e.engines} with policy.trainer={HOSTED}: all its engines ask the same service; set "
+            f"eval.engines=0, and eval.overlap=true to evaluate beside training."
+        )
+    if not e.at_start and not e.interval:
+        return (
+            f"eval.engines={e.engines} with eval.at_start=false and eval.interval=0: nothing is evaluated before the "
+            f"last step; set eval.interval, or eval.engines=0."
+        )
+    if e.overlap:
+        return (
+            f"eval.engines={e.engines} with eval.overlap=true: evaluation engines play beside training anyway; leave "
+            f"one of them out."
+        )
+    return sharing_problem(e.engines) if c.rollout.engine.colocated else None
 
 
 def _upload(c: Config) -> str | None:
@@ -104,6 +143,7 @@ def _endpoint_extra_body(c: Config) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
+    _engines,
     _upload,
     _endpoint_url,
     _endpoint_key,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -274,7 +275,7 @@ class RolloutConfig(Section):
         return self.episodes_in_flight == "auto" and self.sampler == VLLM
 
     def most_in_flight(self, endpoint: bool = False) -> int:
-        """Return the most episodes that play at once.
+        """Return the most episodes that play at once, without those of evaluation engines.
 
         Args:
             endpoint: `eval.endpoint` plays the episodes instead of engines.
@@ -286,6 +287,14 @@ class RolloutConfig(Section):
         if self.engine.replicas == "auto":
             return ELASTIC_EPISODES
         return min(MAX_EPISODES, self.engine.replicas * self.engine.sequences("auto"))
+
+    def most_evaluated(self, engines: int) -> int:
+        """Return the most episodes that this many evaluation engines (`eval.engines`) play at once: as many for each of
+        them as for an engine of the rollout.
+        """
+        if self.engine.replicas == "auto":
+            return engines * self.engine.sequences(self.episodes_in_flight)
+        return math.ceil(self.most_in_flight() * engines / self.engine.replicas)
 
 
 def _row_holds_episode(c: Config) -> str | None:

@@ -251,7 +251,7 @@ def run_memory(
         for stage, memory in enumerate(stages)
     ]
     if not colocated:
-        count = engine_config.count * engine_config.tensor_parallel
+        count = (engine_config.count + config.eval.engines) * engine_config.tensor_parallel
         devices.append(DeviceMemory("engines", range(count), (PhaseMemory("roll", roll),)))
     tokens = cache_tokens(config, engine, device_bytes)
     return RunMemory(
@@ -334,7 +334,8 @@ def _host(config: Config, stages: Sequence[TrainerMemory], colocated: bool) -> d
     """Memory of the host with most: ranks of one stage, its share of the engines, and all workers."""
     engine, parallel = config.rollout.engine, config.parallel
     ranks = min(parallel.world_size, DEVICES_PER_HOST)
-    engines = min(engine.count * engine.tensor_parallel, DEVICES_PER_HOST) // engine.tensor_parallel
+    engines = (engine.count + config.eval.engines) * engine.tensor_parallel
+    engines = min(engines, DEVICES_PER_HOST) // engine.tensor_parallel
     first = stages[0]
     kept = _pinned(first.parameters) + _pinned(first.optimizer) if colocated else 0
     reference = _pinned(first.parameters) if config.algorithm.kl.coef and not config.policy.lora.rank else 0

@@ -14,7 +14,7 @@ from fuzz.trees import Deep, Many, Raw, Special, value_of
 
 from megatron_fleet.agents.token_engine import EngineLost, Generation, SamplingParams
 from megatron_fleet.cluster import frames, handshake
-from megatron_fleet.rollout.engine_client import EnginePool, _Replica
+from megatron_fleet.rollout.engine_client import EnginePool
 from megatron_fleet.rollout.engine_server import EngineServer
 
 IDS = frames.array_to_plain(np.array([1, 2, 3], np.int32))
@@ -167,9 +167,9 @@ class _Writer:
 async def _answered(data: bytes) -> bool:
     """An engine's client whose engine answers a request with this."""
     complaints = _Complaints()
-    replica = _Replica("127.0.0.1:1", 0, "token", 60.0)
     reader = _reader(data)
-    pool = EnginePool([replica])
+    pool = EnginePool(["127.0.0.1:1"], "token", 60.0, "")
+    (replica,) = pool._replicas
 
     async def connected() -> Any:
         writer = _Writer()
