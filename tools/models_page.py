@@ -18,7 +18,7 @@ RELEASES: Mapping[str, str] = {
     "llama": "Llama 3",
     "qwen2": "Qwen2 and 2.5",
     "qwen3": "Qwen3, dense",
-    "qwen3_moe": "Qwen3, experts",
+    "qwen3_moe": "Qwen3, experts, and Qwen3-Coder",
     "qwen3_vl": "Qwen3-VL, dense",
     "qwen3_5_text": "Qwen3.5 and 3.6, dense, without the vision part",
     "qwen3_5_moe_text": "Qwen3.5 and 3.6, experts, without the vision part",
@@ -27,6 +27,8 @@ RELEASES: Mapping[str, str] = {
 }
 """``model_type`` of ``config.json`` → releases that have it."""
 CHAT_OF_OTHERS = {"deepseek_v3": "Moonlight: that of Kimi; others: none"}
+CHAT_FAMILIES: Mapping[str, tuple[str, ...]] = {"qwen3_moe": ("qwen3", "qwen3_coder")}
+"""``model_type`` → families of its chat formats, if not its own family alone."""
 HEAD = """# Which models
 
 *Can I train my model, with adapters, with images?*
@@ -62,7 +64,9 @@ conversations without one make no difference. `rollout.renderer=FORMAT` leaves t
 | Qwen3-Thinking-2507, whose turns begin inside `<think>` | `qwen3-thinking`, with `rollout.thinking=true` only |
 | Qwen3.8 | `qwen3.5`, at its medium reasoning effort (the one without a text about effort) |
 | trainers, with their marks and with thinking kept in every turn (TRL) | the format of the model |
-| Qwen3-Coder (tools in XML), Qwen2.5-VL and ChatML (no tools) | refused: take another release |
+| Qwen3-Coder | `qwen3-coder` |
+| Qwen3-Coder as first published (its macro is `render_item_list`) | refused: take its present `chat_template.jinja` |
+| Qwen2.5-VL and ChatML (no tools) | refused: take another release |
 | none, as in the folders of some base models | the format of the family, with a warning: the model has never seen it |
 
 Which of them fits on one GPU: [one GPU](one-gpu.md#which-model-fits). Layouts for more: `mfleet plan --search N`,
@@ -84,7 +88,8 @@ def page() -> str:
     seeing = {model_type for module in family_modules("vision") for model_type in module.MODEL_TYPES}
     lines = ["| model | `model_type` | trained | LoRA | chat format | images |", "|---" * 6 + "|"]
     for family, model_type, architecture in architectures():
-        chat = CHAT_OF_OTHERS.get(model_type) or ", ".join(f"`{name}`" for name in formats.get(family, ())) or "none"
+        names = [name for used in CHAT_FAMILIES.get(model_type, (family,)) for name in formats.get(used, ())]
+        chat = CHAT_OF_OTHERS.get(model_type) or ", ".join(f"`{name}`" for name in names) or "none"
         cells = [
             RELEASES[model_type],
             f"`{model_type}`",

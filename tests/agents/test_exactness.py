@@ -29,6 +29,7 @@ from megatron_fleet.models.kimi.chat import Kimi
 from megatron_fleet.models.qwen3.chat import QWEN3_TOKENS, Qwen
 from megatron_fleet.models.qwen3_5 import chat as qwen3_5
 from megatron_fleet.models.qwen3_5.chat import Qwen35
+from megatron_fleet.models.qwen3_coder.chat import Qwen3Coder
 
 FORMATS = {
     "qwen3": (QWEN3_TOKENS, Qwen(True, True)),
@@ -38,6 +39,7 @@ FORMATS = {
     "kimi-k2.5": (kimi.TOKENS, Kimi("k2.5", True)),
     "qwen3.5": (qwen3_5.TOKENS, Qwen35(True, json_scalars=False)),
     "qwen3.6 quiet": (qwen3_5.TOKENS, Qwen35(False, json_scalars=True)),
+    "qwen3-coder": (qwen3_5.TOKENS, Qwen3Coder()),
 }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,13 +26,13 @@ from megatron_fleet.models.qwen3.chat import IMAGE_PAD, QWEN3_TOKENS, VISION_TOK
 
 TOKENS = replace(QWEN3_TOKENS, chat_template=None)
 _mark = marker(TOKENS.control + VISION_TOKENS + TOKENS.tags)
-_TOOLS_HEAD = "# Tools\n\nYou have access to the following functions:\n\n<tools>"
+TOOLS_HEAD = "# Tools\n\nYou have access to the following functions:\n\n<tools>"
 _EXAMPLE = (
     "<tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1>\nvalue_1\n</parameter>\n"
     "<parameter=example_parameter_2>\nThis is the value for the second parameter\nthat can span\nmultiple lines\n"
     "</parameter>\n</function>\n</tool_call>"
 )
-_TOOLS_TAIL = (
+TOOLS_TAIL = (
     "\n</tools>\n\nIf you choose to call a function ONLY reply in the following format with NO suffix:\n\n"
     f"{_EXAMPLE}\n\n<IMPORTANT>\nReminder:\n"
     "- Function calls MUST follow the specified format: an inner <function=...></function> block must be nested within "
@@ -82,6 +82,26 @@ def _read(text: str, start: int, tools: Tools) -> WrittenCall:
 QWEN3_5 = Syntax("<tool_call>", "</tool_call>", _read, begins=r"^[ \t]*<function=")
 
 
+def write_calls(content: str, calls: Sequence[ToolCall], write: Callable[[Any], str]) -> str:
+    """Return ``content`` and ``calls`` as `QWEN3_5` reads them; ``write`` converts an argument to text."""
+    text = content
+    for number, call in enumerate(calls):
+        text += "\n" if number else "\n\n" if text.strip() else ""
+        values = ((key, write(value)) for key, value in call.arguments.items())
+        parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
+        text += f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
+    return text
+
+
+def python_text(value: Any) -> str:
+    """Convert ``value`` as Jinja's ``string`` does; lists and objects to JSON."""
+    return to_json(value) if isinstance(value, dict | list) else str(value)
+
+
+def _json_text(value: Any) -> str:
+    return value if isinstance(value, str) else to_json(value)
+
+
 class Qwen35:
     """Format of Qwen3.5 and 3.6, and of 3.8 at its medium reasoning effort.
 
@@ -95,7 +115,7 @@ class Qwen35:
     image = IMAGE_PAD
 
     def __init__(self, thinking: bool, json_scalars: bool) -> None:
-        self._thinking, self._json_scalars = thinking, json_scalars
+        self._thinking, self._write = thinking, _json_text if json_scalars else python_text
         self.opens_thinking = thinking
         opening = "<|im_start|>assistant\n" + ("<think>\n" if thinking else EMPTY_THINKING)
         self.opening = self.past_opening = _mark(opening)
@@ -109,7 +129,7 @@ class Qwen35:
         if not tools:
             return (*_mark("<|im_start|>system\n"), text, *self.close)
         block = "".join("\n" + to_json(tool) for tool in tools)
-        head = (*_mark("<|im_start|>system\n" + _TOOLS_HEAD), block, *_mark(_TOOLS_TAIL))
+        head = (*_mark("<|im_start|>system\n" + TOOLS_HEAD), block, *_mark(TOOLS_TAIL))
         return (*head, *(("\n\n" + text,) if text else ()), *self.close)
 
     def user(self, text: str, images: Sequence[Image] = ()) -> Pieces:
@@ -124,22 +144,12 @@ class Qwen35:
 
     def spoken(self, turn: Spoken) -> str:
         """Thinking, text and calls."""
-        text = turn.content
-        for number, call in enumerate(turn.calls):
-            text += "\n" if number else "\n\n" if text.strip() else ""
-            values = ((key, self._written(value)) for key, value in call.arguments.items())
-            parameters = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in values)
-            text += f"<tool_call>\n<function={call.name}>\n{parameters}</function>\n</tool_call>"
+        text = write_calls(turn.content, turn.calls, self._write)
         return f"{turn.thinking.strip()}\n</think>\n\n{text}" if self._thinking else text
 
     def template_tools(self, tools: Tools) -> dict[str, Any]:
         """The tools, unchanged."""
         return {"tools": list(tools) or None}
-
-    def _written(self, value: Any) -> str:
-        if isinstance(value, str):
-            return value
-        return to_json(value) if self._json_scalars or isinstance(value, dict | list) else str(value)
 
 
 def _image_block(image: Image) -> Pieces:

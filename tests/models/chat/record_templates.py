@@ -32,6 +32,10 @@ TEMPLATES = {
     "trl_qwen3_instruct_2507.jinja": ("qwen3-instruct", "Qwen/Qwen3-4B-Instruct-2507, from the wheel trl 1.16.0"),
     "qwen3.5_fixed.jinja": ("qwen3.5", "Qwen/Qwen3.5, as kept in radixark/miles: what it adds is off by default"),
     "trl_qwen3_6.jinja": ("qwen3.5", "Qwen/Qwen3.6, from the wheel trl 1.13.0"),
+    "tool_chat_template_qwen3coder.jinja": (
+        "qwen3-coder",
+        "Qwen/Qwen3-Coder-30B-A3B-Instruct, as kept in vllm-project/vllm, examples/",
+    ),
     "trl_glm4moe.jinja": ("glm-4.5", "zai-org/GLM-4.5, from the wheel trl 1.16.0"),
     "GLM-4.6.jinja": ("glm-4.5", "zai-org/GLM-4.6, from llama_cpp_python 0.3.36"),
     "GLM-4.7-Flash.jinja": ("glm-4.7", "zai-org/GLM-4.7-Flash, from llama_cpp_python 0.3.36"),

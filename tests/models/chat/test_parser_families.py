@@ -319,8 +319,11 @@ def test_any_text_gives_a_turn(text, syntax, offered):
 
 
 @pytest.mark.slow  # imports vLLM
-@pytest.mark.parametrize("name", ["glm45", "kimi_k2", "qwen3_coder"])
-def test_well_formed_calls_agree_with_vllms_parsers(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("glm45", "glm-4.5"), ("kimi_k2", "kimi-k2"), ("qwen3_coder", "qwen3.5"), ("qwen3_coder", "qwen3-coder")],
+)
+def test_well_formed_calls_agree_with_vllms_parsers(name, family, tmp_path):
     pytest.importorskip("vllm")
     from family_tokenizers import make_folder
     from transformers import AutoTokenizer
@@ -329,12 +332,10 @@ def test_well_formed_calls_agree_with_vllms_parsers(name, tmp_path):
 
     from megatron_fleet.models.chat.tokenizer import train_tokenizer
 
-    family, syntax = {"glm45": ("glm-4.5", GLM), "kimi_k2": ("kimi-k2", KIMI), "qwen3_coder": ("qwen3.5", QWEN3_5)}[
-        name
-    ]
-    train_tokenizer(["text"], 320, tmp_path, FORMATS[family].tokens) if syntax is KIMI else make_folder(
-        family, tmp_path
-    )
+    if family == "kimi-k2":
+        train_tokenizer(["text"], 320, tmp_path, FORMATS[family].tokens)
+    else:
+        make_folder(family, tmp_path)
     kinds = {"text": "string", "count": "integer", "rows": "array", "more": "object", "free": "string"}
     offered = tools(**kinds)
     request = ChatCompletionRequest(messages=[{"role": "user", "content": "x"}], tools=offered, model="m")
@@ -356,7 +357,7 @@ def test_well_formed_calls_agree_with_vllms_parsers(name, tmp_path):
     def check(drawn):
         turn = chat.spoken(Spoken("", "", tuple(ToolCall("f", arguments) for arguments in drawn)))
         theirs = oracle.extract_tool_calls(turn, request)
-        ours = parse_turn(turn, syntax, offered)
+        ours = parse_turn(turn, chat.syntax, offered)
         assert [c.arguments for c in ours.tool_calls] == [json.loads(c.function.arguments) for c in theirs.tool_calls]
         assert [c.name for c in ours.tool_calls] == [c.function.name for c in theirs.tool_calls] == ["f"] * len(drawn)
 

@@ -15,6 +15,7 @@ TRAITS = {
     "qwen3": "<tools> enable_thinking <think>",
     "qwen3-thinking": "<tools> <think> add_generation_prompt <think>",
     "qwen3.5": "<tools> <function=example_function_name> enable_thinking <think>",
+    "qwen3-coder": "<tools> <parameters> <function=example_function_name>",
     "glm-4.5": "<tools> <tool_call>{function-name}\n<arg_key> <think>",
     "glm-4.7": "<tools> <tool_call>{function-name}<arg_key> <think>",
     "kimi-k2": "tool_declare",
@@ -77,7 +78,8 @@ def test_qwen_3_instruct_thinks_in_no_template_but_has_the_tokens(tmp_path):
             "writes tools or calls in a form .*=glm-4.5 or glm-4.7 would leave it unread",
         ),
         ("glm-4.5", None, "no chat template, and model_type=None does not decide .* tokenizer, glm-4.5, glm-4.7; set"),
-        ("qwen3.5", "You are a bot", "writes no tools.*=qwen2.5 or .* or qwen3.5 would leave it unread"),
+        ("qwen3-coder", "tools <function=example_function_name>", "writes tools or calls in a form .* would leave it"),
+        ("qwen3.5", "You are a bot", "writes no tools.*=qwen2.5 or .* or qwen3-coder would leave it unread"),
     ],
 )
 def test_what_nobody_fits_is_refused_with_the_formats_of_its_tokenizer(family, template, said, tmp_path):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from family_tokenizers import make_folder, reference
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from talks import PLAIN, Talks
 
@@ -120,15 +120,42 @@ def declared(call: ToolCall):
     return {"type": "function", "function": {"name": call.name, "parameters": {}}}
 
 
+KINDS = {"count": "integer", "share": "number", "sure": "boolean", "both": ["integer", "null"], "rows": "array"}
+KINDS |= {"größe": "object", "text": "string", "more text": "string"}
+TEXT = st.sampled_from(["42", "null", "True", "{}", " padded ", "\ntwo\n\nlines\n", "日本語 🙂", 'x = "a\\n"'])
+TEXT |= st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<"))
+MEANT = {"text": "\ntwo\n\nlines\n", "more text": "None", "count": -7, "share": 1.5, "sure": False, "both": None}
+MEANT |= {"rows": [1, "ä", None, [True]], "größe": {"a b": {"c": "\n"}, "d": []}}
+"""A value of each kind."""
+PLAIN_VALUES = st.none() | st.booleans() | st.integers() | TEXT
+VALUES = {
+    "count": st.integers(),
+    "share": st.floats(allow_nan=False, allow_infinity=False),
+    "sure": st.booleans(),
+    "both": st.integers() | st.none(),
+    "rows": st.lists(PLAIN_VALUES | st.lists(PLAIN_VALUES, max_size=2), max_size=3),
+    "größe": st.dictionaries(TEXT, PLAIN_VALUES | st.lists(PLAIN_VALUES, max_size=2), max_size=3),
+    "text": TEXT,
+    "more text": TEXT,
+}
+
+
 def test_arguments_are_read_back_as_they_were_meant(mode):
     renderer, chat, _ = mode
-    kinds = {"text": "string", "count": "integer", "both": ["string", "null"], "rows": "array", "more": "object"}
-    properties = {name: {"type": kind} for name, kind in kinds.items()}
+    properties = {name: {"type": kind} for name, kind in KINDS.items()}
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
-    meant = {"text": "42", "count": 7, "both": None, "rows": [1, "ä"], "more": {"a": "b"}}
-    turn = renderer.parse(chat.spoken(Spoken("t", "", (ToolCall("f", meant),), 3)), tools)
-    assert turn.tool_calls == (ToolCall("f", meant),)
-    assert turn.call_ids[0] in ("", "functions.f:3")
+
+    @settings(max_examples=60, deadline=None)
+    @given(st.lists(st.fixed_dictionaries({}, optional=VALUES), min_size=1, max_size=3))
+    @example([MEANT, {}])
+    def check(meant):
+        calls = tuple(ToolCall("f", arguments) for arguments in meant)
+        turn = renderer.parse(chat.spoken(Spoken("t", "", calls, 3)), tools)
+        assert turn.errors == () and {call.name for call in turn.tool_calls} == {"f"}
+        assert json.dumps([call.arguments for call in turn.tool_calls]) == json.dumps(meant)  # 1 is not true
+        assert turn.call_ids[0] in ("", "functions.f:3")
+
+    check()
 
 
 def test_an_answer_inside_thinking_that_the_prompt_opened_is_none(mode):
@@ -170,6 +197,36 @@ def test_kimis_first_templates_have_blanks_in_the_tools_and_later_ones_have_not(
     assert (
         declared[None] == declared["separators="] == json.dumps(json.loads(declared["tojson"]), separators=(",", ":"))
     )
+
+
+def test_what_a_schema_says_besides_types_is_shown_by_qwen3_coder_under_its_name():
+    properties = {
+        "q": {"type": ["string", "null"], "default": None, "enum": ["a", "ö"], "description": " Words. ", "name": "x"},
+        "r": True,
+    }
+    tool = {"name": "f", "strict": True, "parameters": {"properties": properties, "required": ["q"], "$defs": {"d": 1}}}
+    shown = (
+        "\n<function>\n<name>f</name>\n<parameters>\n<parameter>\n<name>q</name>\n<type>['string', 'null']</type>"
+        '\n<description>Words.</description>\n<default>None</default>\n<enum>["a", "ö"]</enum>\n</parameter>'
+        '\n<parameter>\n<name>r</name>\n</parameter>\n<required>["q"]</required>\n<$defs>{"d": 1}</$defs>'
+        "\n</parameters>\n<strict>True</strict>\n</function>"
+        "\n<function>\n<name>g</name>\n<description></description>\n<parameters>\n</parameters>\n</function>"
+    )
+    other = {"name": "g", "description": " "}
+    head = FORMATS["qwen3-coder"].make(False, None).head("S", [{"function": tool}, {"function": other}])
+    assert head[4] == shown
+
+
+def test_qwen3_coder_without_its_opening_tag_is_a_call_or_a_sentence(folders):
+    renderer = ChatRenderer(Tokenizer(folders["qwen3-coder"]), FORMATS["qwen3-coder"].make(False, None))
+    tools = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+    turn = renderer.parse(
+        "I look.\n<function=search>\n<parameter=q>\nx\n</parameter>\n</function>\n</tool_call>", tools
+    )
+    assert turn.tool_calls == (ToolCall("search", {"q": "x"}),) and turn.errors == ()
+    turn = renderer.parse("<function=search>\n<parameter=q>\nx\n</function>\n</tool_call>", tools)
+    said = "<tool_call> is missing before it, and the parameter 'q' is not closed with </parameter>"
+    assert turn.tool_calls == () and turn.errors == (f"Invalid tool call: {said}.",)
 
 
 def test_a_round_without_calls_shows_one_message():

@@ -1,8 +1,9 @@
 """Chat templates as other people keep them: instruct, thinking and coder variants, templates of other trainers.
 
-They are edits of our own text of the format, which is that of Qwen 3's template.
+They are edits of our own texts of the formats of Qwen 3 and Qwen3-Coder.
 """
 
+import json
 import re
 import shutil
 
@@ -11,6 +12,7 @@ import pytest
 from megatron_fleet.config.errors import UserError
 from megatron_fleet.models.chat.template_check import check_template
 from megatron_fleet.models.qwen3.chat import QWEN3_CHAT_TEMPLATE
+from megatron_fleet.models.qwen3_5.chat import TOOLS_HEAD, TOOLS_TAIL
 
 SWITCH = "{{- EMPTY_THINKING if enable_thinking is defined and enable_thinking is false }}"
 OWN_SYSTEM = "{%- set leading = messages[0].role == 'system' %}"
@@ -39,11 +41,55 @@ OPENS = edited((SWITCH, "{{- '<think>\\n' }}"))
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-# Tools as XML, and calls as those of Qwen3.5 but without a switch for thinking.
+# The format of Qwen3-Coder in words of our own.
 CODER = (
-    CHATML
-    + "{% for t in tools %}<function>\n<name>{{ t.function.name }}</name>{% endfor %}<function=example_function_name>"
+    f"{{%- set HEAD = {json.dumps(TOOLS_HEAD)} %}}{{%- set TAIL = {json.dumps(TOOLS_TAIL)} %}}"
+    + r"""
+{%- macro text(value) %}
+    {{- value | tojson if value is mapping or value is sequence and value is not string else value | string }}
+{%- endmacro %}
+{%- macro elements(found, known) %}
+    {%- for key, value in found.items() if key not in known %}
+        {{- '\n<%s>%s</%s>' % (key, text(value), key) }}
+    {%- endfor %}
+{%- endmacro %}
+{%- macro described(found) %}
+    {{- '\n<description>' + found.description.strip() + '</description>' if 'description' in found }}
+{%- endmacro %}
+{%- for m in messages %}
+    {%- set before, after = loop.previtem or {'role': ''}, loop.nextitem or {'role': ''} %}
+    {%- if m.role != 'tool' or before.role != 'tool' %}
+        {{- '<|im_start|>%s\n' % ('user' if m.role == 'tool' else m.role) }}
+    {%- endif %}
+    {{- '<tool_response>\n%s\n</tool_response>\n' % m.content if m.role == 'tool' else m.content }}
+    {%- if m.role == 'system' and tools %}
+        {{- '\n\n' + HEAD }}
+        {%- for tool in tools | map(attribute='function') %}
+            {{- '\n<function>\n<name>%s</name>' % tool.name + described(tool) + '\n<parameters>' }}
+            {%- for name, value in tool.parameters.properties.items() %}
+                {{- '\n<parameter>\n<name>%s</name>\n<type>%s</type>' % (name, value.type) + described(value) }}
+                {{- elements(value, ['type', 'description']) + '\n</parameter>' }}
+            {%- endfor %}
+            {{- elements(tool.parameters, ['type', 'properties']) + '\n</parameters>\n</function>' }}
+        {%- endfor %}
+        {{- TAIL }}
+    {%- endif %}
+    {%- for call in m.tool_calls or [] %}
+        {{- '\n' if m.content or not loop.first }}{{- '\n' if m.content and loop.first }}
+        {{- '<tool_call>\n<function=%s>\n' % call.function.name }}
+        {%- for key, value in call.function.arguments.items() %}
+            {{- '<parameter=%s>\n%s\n</parameter>\n' % (key, text(value)) }}
+        {%- endfor %}
+        {{- '</function>\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\n' if m.role != 'tool' or after.role != 'tool' }}
+{%- endfor %}
+{{- '<|im_start|>assistant\n' }}
+"""
 )
+CODER_DIFFERS = r"differ from character .*; if the model was trained as ours, set rollout\.renderer=qwen3-coder "
+# Tools as XML, as Qwen3-Coder's, and calls of another kind.
+XML = CHATML + "{% for t in tools %}<function>\n<name>{{ t.function.name }}</name><parameters>{% endfor %}<call name=>"
 ACCEPTED = ""
 NEVER, ALWAYS = "do not think; set it to false", "always think; set it to true"
 UNREAD = r"would leave it unread .*; choose another release of the model, or give a renderer of your own"
@@ -89,7 +135,11 @@ VARIANTS = {
         r"; it agrees with ours if you set rollout\.thinking=true\.$",
         ACCEPTED,
     ),
-    "coder": (CODER, "writes tools or calls in a form .*" + UNREAD, UNREAD),
+    "coder": (CODER, ACCEPTED, NEVER),
+    "coder, lists otherwise": (CODER.replace("value is sequence", "value is none"), CODER_DIFFERS, NEVER),
+    "coder, results otherwise": (CODER.replace("</tool_response>\\n'", "</tool_response>'"), CODER_DIFFERS, NEVER),
+    "coder, calls otherwise": (CODER.replace("</parameter>\\n'", "</parameter>'"), CODER_DIFFERS, NEVER),
+    "another form in XML": (XML, "writes tools or calls in a form .*" + UNREAD, UNREAD),
     "without tools": ("{# no tools #}" + CHATML, "writes no tools.*" + UNREAD, UNREAD),
 }
 """Template → outcomes with rollout.thinking=false and true: accepted, or what is said."""
