@@ -70,7 +70,8 @@ async def test_the_scores_are_those_between_the_steps(tmp_path):
 
 
 async def test_an_evaluation_may_last_for_steps_and_is_recorded_under_its_own(tmp_path):
-    settings = ("run.steps=8", "eval.interval=4")
+    best = ("checkpoint.interval=1", "checkpoint.keep=1", "checkpoint.keep_best=eval/all/pass_at_1")
+    settings = ("run.steps=8", "eval.interval=4", *best)
     expected = await between_steps(tmp_path, *settings)
     run = Run(tmp_path / "own", *settings, OWN)
     held = Held(run, 4)
@@ -78,6 +79,7 @@ async def test_an_evaluation_may_last_for_steps_and_is_recorded_under_its_own(tm
 
     async def until_recorded(request, *arguments, **named):
         if (request.purpose, request.step) == ("train", 7):  # three steps after the fourth are trained
+            assert (run.out / "checkpoints" / "step_000004").is_dir()  # it may be the best
             held.go.set()
             await until(lambda: "eval/all/episodes" in raw(run)[4])
         return await collect(request, *arguments, **named)
