@@ -115,10 +115,11 @@ class EvaluationsApart:
         work, self._work = self._work, None
         if work is not None:
             work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await until_done(work)
-            if not work.cancelled():
-                work.exception()  # the end of the attempt has a reason of its own
+            finally:
+                if not work.cancelled():
+                    work.exception()  # the end of the attempt has a reason of its own
 
     def _ready(self) -> bool:
         with contextlib.suppress(RolloutFailed):  # raised in `_send`, too
