@@ -171,6 +171,25 @@ async def test_without_its_weights_the_next_step_is_evaluated_instead(tmp_path, 
     assert "The weights of step 6 are evaluated instead" in caplog.text
 
 
+async def test_the_next_one_makes_up_for_one_that_was_lost_before_it(tmp_path, caplog):
+    run = Run(tmp_path, "run.steps=6", "eval.interval=2", OWN)
+    held, asking = Held(run, 2), []
+    collect = run.rollout.collect
+
+    async def lose(request, *arguments, **named):
+        if (request.purpose, request.step, request.first) == ("train", 4, 0):  # when that of step 4 is due
+            asking.append(asyncio.create_task(run.rollout.eval_resend(Restarted(), 2)))
+            await held.ended.wait()
+        return await collect(request, *arguments, **named)
+
+    run.rollout.collect = lose
+    await asyncio.wait_for(run.go(), HANG_S)
+    asking[0].cancel()
+    assert list(scores(run)) == [4] and "instead" not in caplog.text
+    assert "step 2 could not be made: an evaluation engine was lost" in caplog.text
+    assert "That of step 4 follows" in caplog.text
+
+
 async def test_training_does_not_wait_for_an_engine_that_is_replaced(tmp_path, caplog):
     run = Run(tmp_path, "run.steps=5", "eval.interval=2", OWN)
     run.rollout.eval_engines.take_weights = lambda: len(raw(run)) >= 3
