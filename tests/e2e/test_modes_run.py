@@ -124,7 +124,7 @@ def test_an_evaluation_engine_that_is_killed_costs_training_nothing(transport, t
     rows = run.metrics()
     assert [row["step"] for row in rows if "accounting/episodes" in row] == list(range(1, STEPS + 1))
     evaluated = [row["step"] for row in rows if row.get("eval/all/episodes")]
-    assert evaluated[-1] == STEPS and len(evaluated) >= 2
+    assert evaluated[-1] == STEPS  # by the engines of the rollout; the lost one may not be back before
     assert (0 in evaluated) != ("the evaluation of step 0 could not be made" in output)
 
 
