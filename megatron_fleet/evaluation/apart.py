@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from typing import Protocol, final
@@ -12,6 +13,8 @@ from megatron_fleet.evaluation.evaluator import Evaluation
 from megatron_fleet.platform.timeline import TIMELINE
 from megatron_fleet.platform.waiting import unless, until_done
 from megatron_fleet.rollout.requests import EngineKind, EnvironmentFailed, RolloutFailed
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.25
 """Seconds between two looks at evaluation engines that are replaced."""
@@ -48,7 +51,7 @@ class EvaluationsApart:
     Attributes:
         due: step whose weights, which the trainer has, are to be sent to the engines.
         playing: step whose weights the engines have, or are being sent; it is being evaluated.
-        postponed: step of the newest evaluation that could not be made.
+        postponed: evaluation that could not be made, for which newer weights are to make up: its step, and why.
         given_up: why the engines play no more evaluations; ``None`` while they do.
     """
 
@@ -115,10 +118,11 @@ class EvaluationsApart:
         work, self._work = self._work, None
         if work is not None:
             work.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
+            try:
                 await until_done(work)
-            if not work.cancelled():
-                work.exception()  # the end of the attempt has a reason of its own
+            finally:
+                if not work.cancelled():
+                    work.exception()  # the end of the attempt has a reason of its own
 
     def _ready(self) -> bool:
         with contextlib.suppress(RolloutFailed):  # raised in `_send`, too
@@ -142,7 +146,11 @@ class EvaluationsApart:
                 try:
                     evaluation = await self._evaluate(step)
                 except Postponed as reason:
-                    self.postponed = step, str(reason)
+                    if self.due is None:
+                        self.postponed = step, str(reason)
+                    else:
+                        said = "the evaluation of step %d could not be made: %s. That of step %d follows"
+                        log.warning(said, step, reason, self.due)
                 except EnvironmentFailed:
                     raise
                 except RolloutFailed as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import time
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
@@ -11,9 +12,9 @@ from statistics import median
 
 import psutil
 import pytest
-from test_kills import Disturber
+from test_kills import Disturber, processes
 from turns import in_turn
-from whole_runs import Run
+from whole_runs import RUN_TIMEOUT_S, Run, wait_for
 
 from megatron_fleet.telemetry.status import read_status
 
@@ -77,8 +78,8 @@ def test_evaluation_engines_score_what_an_evaluation_between_the_steps_scores(tm
     """Both sample the same episodes with the same weights; so does training, which goes on meanwhile."""
     runs = {}
     for engines in (0, 1):
-        # One that lasts longer than a step; the next one, of step 2, waits for it.
-        schedule = ("eval.at_start=true", "eval.interval=2", "eval.at_end=true", "eval.samples=24", "eval.greedy=true")
+        # Many times the episodes of a step: training is some steps further when it ends.
+        schedule = ("eval.at_start=true", "eval.interval=3", "eval.at_end=false", "eval.samples=96", "eval.greedy=true")
         settings = (f"run.steps={STEPS}", *schedule, "run.deterministic=true", f"eval.engines={engines}")
         runs[engines] = Run(tmp_path / str(engines), settings)
         runs[engines].finish()
@@ -87,15 +88,44 @@ def test_evaluation_engines_score_what_an_evaluation_between_the_steps_scores(tm
         [{k: v for k, v in row.items() if not k.startswith("eval/lag")} for row in run.facts()] for run in runs.values()
     )
     assert own == between
-    assert [row["step"] for row in own if "eval/all/episodes" in row] == [0, 2, 4]
-    for name in ("eval_000000", "greedy_000000", "eval_000002", "greedy_000002", "eval_000004"):
+    assert [row["step"] for row in own if "eval/all/episodes" in row] == [0, 3]
+    for name in ("eval_000000", "greedy_000000", "eval_000003", "greedy_000003"):
         for one, other in zip(runs[0].arrays(name), runs[1].arrays(name), strict=True):
             assert all((one[key] == other[key]).all() for key in one)
     lags = {row["step"]: row["eval/lag_steps"] for row in runs[1].metrics() if "eval/lag_steps" in row}
-    assert list(lags) == [0, 2] and max(lags.values()) >= 1
+    assert list(lags) == [0, 3] and lags[0] >= 1
     assert (runs[1].out / "logs" / "eval-engine-0.log").stat().st_size
     status = read_status(runs[1].out)
     assert status is not None and status.state == "finished"
+
+
+def is_evaluating(run: Run) -> bool:
+    status = read_status(run.out) if run.out.exists() else None
+    return status is not None and any(one.name.startswith("evaluation") and one.running for one in status.engines)
+
+
+@pytest.mark.parametrize("transport", in_turn(("auto", "gloo"), of=2))
+def test_an_evaluation_engine_that_is_killed_costs_training_nothing(transport, tmp_path):
+    """Its evaluation is played again with the same weights, or with those of a later step."""
+    schedule = ("eval.at_start=true", "eval.interval=3", "eval.at_end=true", "eval.samples=24")
+    run = Run(
+        tmp_path / "run", (f"run.steps={STEPS}", *schedule, "eval.engines=1", f"rollout.engine.transport={transport}")
+    )
+    process = run.start()
+    wait_for(lambda: is_evaluating(run), process)
+    log = str(run.out / "logs" / "eval-engine-0.log")
+    there = [pid for pid in processes(run, process.pid)["engine"] if os.readlink(f"/proc/{pid}/fd/1") == log]
+    assert len(there) == 1
+    os.kill(there[0], signal.SIGKILL)
+    output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    assert process.returncode == 0, output[-3000:] + run.logs()
+    run.assert_nothing_left()
+    assert "evaluation engine 0 is lost" in output
+    rows = run.metrics()
+    assert [row["step"] for row in rows if "accounting/episodes" in row] == list(range(1, STEPS + 1))
+    evaluated = [row["step"] for row in rows if row.get("eval/all/episodes")]
+    assert evaluated[-1] == STEPS  # by the engines of the rollout; the lost one may not be back before
+    assert (0 in evaluated) != ("the evaluation of step 0 could not be made" in output)
 
 
 class NoStore:

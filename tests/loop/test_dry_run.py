@@ -14,6 +14,9 @@ from megatron_fleet.preflight import checks
 GPUS = tuple(Device(i, f"GPU-{i}", "NVIDIA H100 80GB HBM3", 85520809984) for i in range(2))
 
 
+THIRD = Device(2, "u", "H", 1 << 30)
+
+
 def drawn(wanted: PlacementRequest, *hosts: Host) -> str:
     there = Inventory(hosts)
     return "\n".join(draw(there, place(there, wanted)))
@@ -43,11 +46,20 @@ def test_a_host_without_devices_that_has_a_long_name():
     )
 
 
+def test_evaluation_engines_are_drawn_as_such():
+    text = drawn(PlacementRequest(1, 1, eval_engines=2), Host("head"))
+    assert "│ CPU    rank 0  engine 0, evaluation engines 0–1 │" in text
+    alone = drawn(PlacementRequest(1, 1, colocated=False, eval_engines=1), Host("node1", devices=(*GPUS, THIRD)))
+    assert [line.strip("│ ").split("  ")[-1].strip() for line in alone.splitlines()[1:4]] == [
+        "rank 0", "engine 0", "evaluation engine 0"
+    ]  # fmt: skip
+
+
 def test_a_device_that_nobody_uses_and_a_host_without_any():
     text = drawn(
         PlacementRequest(1, 1, colocated=False),
         Host("head"),
-        Host("node1", devices=(*GPUS, Device(2, "u", "H", 1 << 30))),
+        Host("node1", devices=(*GPUS, THIRD)),
     )
     rows = [line.strip("│ ").split("  ") for line in text.splitlines() if line.startswith("│")]
     assert [[cell.strip() for cell in row if cell.strip()] for row in rows] == [

@@ -70,7 +70,8 @@ async def test_the_scores_are_those_between_the_steps(tmp_path):
 
 
 async def test_an_evaluation_may_last_for_steps_and_is_recorded_under_its_own(tmp_path):
-    settings = ("run.steps=8", "eval.interval=4")
+    best = ("checkpoint.interval=1", "checkpoint.keep=1", "checkpoint.keep_best=eval/all/pass_at_1")
+    settings = ("run.steps=8", "eval.interval=4", *best)
     expected = await between_steps(tmp_path, *settings)
     run = Run(tmp_path / "own", *settings, OWN)
     held = Held(run, 4)
@@ -78,6 +79,7 @@ async def test_an_evaluation_may_last_for_steps_and_is_recorded_under_its_own(tm
 
     async def until_recorded(request, *arguments, **named):
         if (request.purpose, request.step) == ("train", 7):  # three steps after the fourth are trained
+            assert (run.out / "checkpoints" / "step_000004").is_dir()  # it may be the best
             held.go.set()
             await until(lambda: "eval/all/episodes" in raw(run)[4])
         return await collect(request, *arguments, **named)
@@ -167,6 +169,25 @@ async def test_without_its_weights_the_next_step_is_evaluated_instead(tmp_path, 
     assert list(scores(run)) == [6]
     assert "the evaluation of step 4 could not be made: an evaluation engine was lost" in caplog.text
     assert "The weights of step 6 are evaluated instead" in caplog.text
+
+
+async def test_the_next_one_makes_up_for_one_that_was_lost_before_it(tmp_path, caplog):
+    run = Run(tmp_path, "run.steps=6", "eval.interval=2", OWN)
+    held, asking = Held(run, 2), []
+    collect = run.rollout.collect
+
+    async def lose(request, *arguments, **named):
+        if (request.purpose, request.step, request.first) == ("train", 4, 0):  # when that of step 4 is due
+            asking.append(asyncio.create_task(run.rollout.eval_resend(Restarted(), 2)))
+            await held.ended.wait()
+        return await collect(request, *arguments, **named)
+
+    run.rollout.collect = lose
+    await asyncio.wait_for(run.go(), HANG_S)
+    asking[0].cancel()
+    assert list(scores(run)) == [4] and "instead" not in caplog.text
+    assert "step 2 could not be made: an evaluation engine was lost" in caplog.text
+    assert "That of step 4 follows" in caplog.text
 
 
 async def test_training_does_not_wait_for_an_engine_that_is_replaced(tmp_path, caplog):

@@ -172,11 +172,12 @@ def test_an_interruption_costs_evaluation_engines_at_most_an_evaluation(undistur
     """Weights between two checkpoints are gone when a run is resumed; those of a checkpoint are evaluated."""
     whole, places, expected = undisturbed
     training, scores = parted(expected)
-    wrong = []
+    wrong, missed, number = [], 0, 0
     for number, (place, count, sent) in enumerate(moments(places, part)):
         out = tmp_path / str(number)
         first, waited = attempt(whole, out, Moment(place, count, sent))
         if waited.count(place) < count:
+            missed += bool(place.outer)
             continue  # the evaluations are beside the loop
         then, _ = attempt(whole, out)
         found = parted(outcome(whole, out)) if then == 0 else None
@@ -184,7 +185,7 @@ def test_an_interruption_costs_evaluation_engines_at_most_an_evaluation(undistur
         same = same and found is not None and all(scores[step] == row for step, row in found[1].items())
         if first not in STATUS[sent] or not same:
             wrong.append(f"{sent.name} at {place}, time {count}: ended with {first}, then with {then}")
-    assert wrong == []
+    assert wrong == [] and missed <= 1 + number // 10
 
 
 @pytest.mark.parametrize("setting", [COLOCATED])

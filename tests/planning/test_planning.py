@@ -31,6 +31,7 @@ from megatron_fleet.planning.rollout import CONTEXT_SHARE, SEQUENCE_S, STEP_S, E
 from megatron_fleet.planning.scaling import scaled
 from megatron_fleet.planning.search import layouts, search
 from megatron_fleet.planning.shapes import KNOWN, shape_of
+from megatron_fleet.planning.show import as_text
 from megatron_fleet.planning.step import active_parameters, parameters, step_time
 from megatron_fleet.planning.workload import Workload
 from megatron_fleet.rollout.concurrency import SOFT
@@ -332,3 +333,30 @@ def test_engines_that_the_hosts_decide_about_are_planned_with_as_many_gpus_as_th
     config = with_engines(load([f"experiment={experiment}", "rollout.engine.replicas=auto"]))
     assert config.rollout.engine.count * config.rollout.engine.tensor_parallel == config.parallel.world_size == 8
     assert with_engines(config) is config
+
+
+def test_evaluation_engines_have_gpus_of_their_own_in_a_plan():
+    apart = ("rollout.engine.colocated=false", "eval.interval=5")
+    plans = []
+    for more in ((), ("eval.engines=2",)):
+        config = composed(*apart, *more)
+        plans.append(make_plan(config, H100, Workload.of(config.rollout, config.env)))
+    without, with_them = plans
+    size = without.config.rollout.engine.tensor_parallel
+    assert with_them.devices == with_them.step.devices == without.devices + 2 * size
+    assert with_them.step.total == without.step.total and with_them.problem == without.problem
+    assert sum(len(device.devices) for device in with_them.memory.devices) == with_them.devices
+    assert f"evaluation engines: 2 of {size} GPUs; an evaluation adds nothing to a step, unless" in as_text(
+        with_them, None
+    )
+    assert "evaluation engines" not in as_text(without, None)
+    shared = composed("rollout.engine.colocated=null", "eval.interval=5", "eval.engines=1")
+    problem = make_plan(shared, H100, Workload.of(shared.rollout, shared.env)).problem
+    assert problem is not None and problem.startswith("eval.engines=1 needs rollout.engine.colocated=false")
+
+
+def test_a_search_leaves_gpus_to_evaluation_engines():
+    config = composed("rollout.engine.colocated=false", "eval.interval=5", "eval.engines=1")
+    for one in search(config, H100, Workload.of(config.rollout, config.env), 16, top=3):
+        engine = one.config.rollout.engine
+        assert one.step.devices == one.config.parallel.world_size + (engine.replicas + 1) * engine.tensor_parallel <= 16

@@ -119,6 +119,18 @@ def test_what_a_restarted_trainer_forgot_is_not_in_the_curve(server, tmp_path):
     assert "Held-out pass@1 0.500 → 0.500, greedy 1.000" in after_2 and "greedy" not in after_1
 
 
+def test_an_evaluation_that_ends_some_steps_later_is_announced_under_its_own_and_nothing_is_forgotten(server, tmp_path):
+    with announced(config_of(server, tmp_path)) as said:
+        said.began(None)
+        said.write(0, EVALUATION)
+        for step in (1, 2, 3):
+            said.write(step, FINE)
+        said.write(1, {"eval/all/episodes": 8, "eval/all/pass_at_1": 0.625})
+        assert [row["step"] for row in said._rows] == [0, 1, 2, 3]
+    (text,) = [text for text in server.texts() if "evaluation after step 1" in text]
+    assert "Held-out pass@1 0.500 → 0.625" in text
+
+
 def test_a_run_that_fails_says_its_last_lines(server, tmp_path, monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", "abcdef123456")
     logs = tmp_path / "logs"
