@@ -166,7 +166,8 @@ def held(run: Run) -> dict[str, float]:
 def test_a_hundred_updates_with_unfinished_episodes_leave_nothing_behind(tmp_path):
     """Environments that are not closed would keep connections, sessions in the server's memory, and files."""
     long = (f"run.steps={UPDATES}", "checkpoint.interval=50", "rollout.prompts_per_step=2", "logging.tensorboard=false")
-    long += ("rollout.batch.window=null", "eval.interval=10")
+    # The cache's memory is taken page by page, until all of it has been used once: a small one soon has.
+    long += ("rollout.batch.window=null", "eval.interval=10", f"rollout.engine.kv_cache_bytes={64 << 20}")
     run = Run(tmp_path / "run", (*SETTINGS, *MODES["continue"], *long))
     process, samples = run.start(), defaultdict(list)
     reading = ThreadPoolExecutor(1).submit(process.communicate)
