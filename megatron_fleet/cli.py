@@ -186,7 +186,7 @@ def _add_run_commands(commands: Any) -> None:
     rank = commands.add_parser("rank", help="run one rank, under torchrun or srun; see docs/run/cluster.md")
     rank.set_defaults(run=_rank)
     node = commands.add_parser("node", help="run one host of a run with cluster.nodes; see docs/run/cluster.md")
-    alone = "this host gets engines only; it may join and leave while the run goes on (rollout.engine.replicas=auto)"
+    alone = "this host gets engines only; it may join and leave during the run (rollout.engine.replicas=auto)"
     node.add_argument("--rollout-only", action="store_true", help=alone)
     node.set_defaults(run=_node)
 
