@@ -74,6 +74,7 @@ def test_all_is_accounted_for(mode, tmp_path):
     check(run, mode)
 
 
+@pytest.mark.in_turn(number=0, of=2)
 def test_evaluation_engines_score_what_an_evaluation_between_the_steps_scores(tmp_path):
     """Both sample the same episodes with the same weights; so does training, which goes on meanwhile."""
     runs = {}
@@ -104,7 +105,13 @@ def is_evaluating(run: Run) -> bool:
     return status is not None and any(one.name.startswith("evaluation") and one.running for one in status.engines)
 
 
-@pytest.mark.parametrize("transport", in_turn(("auto", "gloo"), of=2))
+@pytest.mark.parametrize(
+    "transport",
+    [
+        pytest.param("auto", marks=pytest.mark.in_turn(number=1, of=4)),
+        pytest.param("gloo", marks=pytest.mark.in_turn(number=3, of=4)),
+    ],
+)
 def test_an_evaluation_engine_that_is_killed_costs_training_nothing(transport, tmp_path):
     """Its evaluation is played again with the same weights, or with those of a later step."""
     schedule = ("eval.at_start=true", "eval.interval=3", "eval.at_end=true", "eval.samples=24")
