@@ -169,7 +169,7 @@ def held(run: Run) -> dict[str, float]:
     return found
 
 
-@pytest.mark.nightly(minutes=8)
+@pytest.mark.nightly(minutes=15)
 def test_a_hundred_updates_with_unfinished_episodes_leave_nothing_behind(tmp_path):
     """Environments that are not closed would keep connections, sessions in the server's memory, and files."""
     long = (f"run.steps={UPDATES}", "checkpoint.interval=50", "rollout.prompts_per_step=2", "logging.tensorboard=false")
