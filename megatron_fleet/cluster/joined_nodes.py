@@ -53,10 +53,7 @@ RAY_SETTINGS = {
 """Environment variables of Ray's processes on each host."""
 STACKS_S = 120.0
 """Seconds that a node has to read the stacks of its processes."""
-_NOT_ELASTIC = (
-    "it is to have engines only (--rollout-only), for which the run needs rollout.engine.replicas=auto and "
-    "rollout.engine.colocated=false."
-)
+_NOT_ELASTIC = "--rollout-only needs a run with rollout.engine.replicas=auto and rollout.engine.colocated=false."
 ANSWER_S = 15.0
 """Seconds that a node has to answer a request, in addition to the request's own deadline."""
 
@@ -133,7 +130,7 @@ class _Link:
 
 
 class RolloutHosts(Protocol):
-    """Receiver of the hosts with engines only, which come and go."""
+    """What runs engines on hosts that have engines only, and join and leave."""
 
     async def add_host(self, host: Host) -> None:
         """Start engines on a host that is joining Ray."""
@@ -144,7 +141,7 @@ class RolloutHosts(Protocol):
         ...
 
     async def remove_host(self, name: str) -> None:
-        """Do without a host that is gone."""
+        """Remove the engines of a host that is lost or has left."""
         ...
 
 
@@ -152,7 +149,7 @@ class Nodes:
     """Hosts that run `mfleet node`. A lost one may reconnect.
 
     Attributes:
-        rollout_hosts: told of the hosts with engines only; ``None``: not yet.
+        rollout_hosts: notified of the hosts with engines only; ``None`` before the rollout starts.
     """
 
     def __init__(self, count: int, logs: Path, timeout_s: float, model: str = "", elastic: bool = False) -> None:
@@ -284,6 +281,8 @@ class Nodes:
                 f"start one `mfleet node` on each host, and give hosts names of their own."
             )
         if host.rollout_only:
+            if host.name in self._known:
+                return f"host {host.name} belongs to the run; start `mfleet node` there without --rollout-only."
             return None if self._elastic else _NOT_ELASTIC
         if host.name not in self._known and len(self._known) == self._count:
             return f"the run has its {self._count} hosts (cluster.nodes): {', '.join(self._known)}."

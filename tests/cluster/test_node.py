@@ -196,6 +196,9 @@ async def test_hosts_with_engines_only_come_and_go(tmp_path):
         await until(lambda: engines.calls[2:] == [("add", "spot")])
         again.close()
         writer.close()
+        await until(lambda: not nodes._links)
+        refusal, _ = await dial(listener.address, "node", lasting | {"rollout_only": True})
+        assert refusal is not None and "host lasting belongs to the run" in refusal[1]
 
 
 @pytest.mark.slow

@@ -27,8 +27,8 @@ CUDA graphs for batches of up to 512 tokens only."""
 UNOBSERVED_EPISODES = 256
 """Episodes that ``auto`` plays at once where no engine reports its load: at an endpoint, or with another sampler."""
 Replicas = Literal["auto"] | Annotated[int, Field(ge=1)]
-ELASTIC_EPISODES = 16_384
-"""Most episodes in flight where the number of engines is not known."""
+ELASTIC_ENGINES = 64
+"""Engines that the most episodes in flight are computed for where their number is not known."""
 EpisodesInFlight = Literal["auto"] | Annotated[int, Field(ge=1, le=MAX_EPISODES)]
 
 
@@ -284,9 +284,8 @@ class RolloutConfig(Section):
             return self.episodes_in_flight
         if endpoint or not self.adapts:
             return UNOBSERVED_EPISODES
-        if self.engine.replicas == "auto":
-            return ELASTIC_EPISODES
-        return min(MAX_EPISODES, self.engine.replicas * self.engine.sequences("auto"))
+        engines = ELASTIC_ENGINES if self.engine.replicas == "auto" else self.engine.replicas
+        return min(MAX_EPISODES, engines * self.engine.sequences("auto"))
 
     def most_evaluated(self, engines: int) -> int:
         """Return the most episodes that this many evaluation engines (`eval.engines`) play at once: as many for each of
