@@ -186,7 +186,7 @@ class Node:
         """Ask for the release of this host, once ``leaving`` is set."""
         await leaving.wait()
         self._tell("leaving")
-        self._say("this host leaves the run; its engines' requests move to others")
+        self._say("leaving the run; the requests of this host's engines move to other engines")
 
     async def close(self) -> None:
         """Kill everything that was started here immediately."""

@@ -1,4 +1,4 @@
-"""Evaluations by engines of their own (``eval.engines``), one after the other, while training goes on."""
+"""Evaluations on dedicated engines (``eval.engines``) during training, one after the other."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ Record = Callable[[int, Evaluation, Mapping[str, float]], None]
 
 @final
 class EvaluationsApart:
-    """Evaluations that play while the trainer goes on.
+    """Evaluations that run during training.
 
     Attributes:
         due: step whose weights, which the trainer has, are to be sent to the engines.

@@ -50,7 +50,7 @@ class EngineSlot(WatchedComponent):
     ``wake("kv_cache")``, because weights are lost in sleep; so an engine may go to sleep without its weights.
 
     Attributes:
-        gone: it was told to leave: nobody waits for it any more, and calls have no effect.
+        gone: the engine has left: nobody waits for it any more, and calls have no effect.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class EngineSlot(WatchedComponent):
                 await within(self._actor.interrupt.remote(), CALL_TIMEOUT_S)
 
     def leave(self) -> None:
-        """Give the engine up, because its host leaves or is gone. Whoever waits for it goes on without it."""
+        """Give the engine up, because its host leaves or is lost; calls that wait for it return."""
         self.gone = True
         self._serving.clear()
         self._updating = None

@@ -193,7 +193,7 @@ class Pool:
         await self.remove_host(name)
 
     async def remove_host(self, name: str) -> None:
-        """Do without the engines of a host that is gone. Their episodes are lost, unless it was released before."""
+        """Remove the engines of a host that is lost or has left. Unless it was released, their requests are lost."""
         address = self._address(name)
         for slot in [slot for slot in self._joining if slot.host == address]:
             self._joining.pop(slot).cancel()

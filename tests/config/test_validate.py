@@ -146,7 +146,7 @@ def test_a_trainer_and_a_sampler_of_the_users_own_are_accepted():
         (["rollout.max_context=1000000000000"], ["rollout.max_context=1000000000000", "≤ 67108864"]),
         (["policy.lora.rank=10000000"], ["policy.lora.rank=10000000", "≤ 65536"]),
         (["eval.engines=1", "eval.at_start=false"], ["eval.engines=1", "eval.at_start=false", "set eval.interval"]),
-        (["eval.engines=1", "eval.overlap=true"], ["eval.engines=1 with eval.overlap=true", "leave one of them out"]),
+        (["eval.engines=1", "eval.overlap=true"], ["eval.engines=1 with eval.overlap=true", "set only one of them"]),
         (
             ["eval.engines=2", "rollout.engine.colocated=true"],
             ["eval.engines=2 needs rollout.engine.colocated=false", "eval.overlap=true"],

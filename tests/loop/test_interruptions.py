@@ -10,7 +10,7 @@ import json
 import os
 import signal
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,17 +138,27 @@ def undisturbed(setting, tmp_path):
 )
 def test_a_run_that_is_interrupted_anywhere_ends_like_an_undisturbed_one(undisturbed, tmp_path, part):
     whole, places, expected = undisturbed
+    wrong, missed, number = interrupted(whole, places, part, tmp_path, lambda found: found == expected)
+    assert wrong == [] and missed <= 1 + number // 20
+
+
+def interrupted(
+    whole: Run, places: Sequence[Place], part: int, folder: Path, same: Callable[[dict[str, Any]], bool]
+) -> tuple[list[str], int, int]:
+    """Interrupt and resume a run at each moment; returns what went wrong, how many moments were missed, and the number
+    of the last. ``same``: whether a resumed run left what it should.
+    """
     wrong, missed, number = [], 0, 0
     for number, (place, count, sent) in enumerate(moments(places, part)):
-        out = tmp_path / str(number)
+        out = folder / str(number)
         first, waited = attempt(whole, out, Moment(place, count, sent))
         if waited.count(place) < count:
             missed += bool(place.outer)
             continue  # a task beside the loop did not wait as often, or the loop not for one that was faster
         then, _ = attempt(whole, out)
-        if first not in STATUS[sent] or then != 0 or outcome(whole, out) != expected:
+        if first not in STATUS[sent] or then != 0 or not same(outcome(whole, out)):
             wrong.append(f"{sent.name} at {place}, time {count}: ended with {first}, then with {then}")
-    assert wrong == [] and missed <= 1 + number // 20
+    return wrong, missed, number
 
 
 def parted(found: dict[str, Any]) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
@@ -172,19 +182,13 @@ def test_an_interruption_costs_evaluation_engines_at_most_an_evaluation(undistur
     """Weights between two checkpoints are gone when a run is resumed; those of a checkpoint are evaluated."""
     whole, places, expected = undisturbed
     training, scores = parted(expected)
-    wrong, missed, number = [], 0, 0
-    for number, (place, count, sent) in enumerate(moments(places, part)):
-        out = tmp_path / str(number)
-        first, waited = attempt(whole, out, Moment(place, count, sent))
-        if waited.count(place) < count:
-            missed += bool(place.outer)
-            continue  # the evaluations are beside the loop
-        then, _ = attempt(whole, out)
-        found = parted(outcome(whole, out)) if then == 0 else None
-        same = found is not None and found[0] == training and {2, 3} <= found[1].keys()
-        same = same and found is not None and all(scores[step] == row for step, row in found[1].items())
-        if first not in STATUS[sent] or not same:
-            wrong.append(f"{sent.name} at {place}, time {count}: ended with {first}, then with {then}")
+
+    def same(found: dict[str, Any]) -> bool:
+        trained, evaluated = parted(found)
+        known = all(scores[step] == row for step, row in evaluated.items())
+        return trained == training and {2, 3} <= evaluated.keys() and known
+
+    wrong, missed, number = interrupted(whole, places, part, tmp_path, same)
     assert wrong == [] and missed <= 1 + number // 10
 
 

@@ -14,6 +14,7 @@ from megatron_fleet.rollout import components, engine_actor, engine_slot, sample
 from megatron_fleet.rollout.components import RayError
 from megatron_fleet.rollout.engine_slot import EngineSlot
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
+from megatron_fleet.weight_sync.base import WeightReceiver
 
 INIT_INFO = {"path": "memory"}
 UPDATE = ["open_transport", "begin_update", "load", "finish_update"]
@@ -112,11 +113,7 @@ class Slot(EngineSlot):
 
     async def update(self, version: int, lasting: bool = True) -> None:
         """Give the slot a version, as a transport does."""
-        message = {"round": version}
-        await self.open_transport(INIT_INFO)
-        await self.begin_update()
-        await self.load(message)
-        await self.finish_update(version, message if lasting else None)
+        await give(self, version, lasting)
 
     async def lose(self) -> None:
         """Let the engine die, and wait until the slot has seen it."""
@@ -124,6 +121,15 @@ class Slot(EngineSlot):
         self.actor.lost.set()
         while self._serving.is_set():
             await asyncio.sleep(0)
+
+
+async def give(engines: WeightReceiver, version: int, lasting: bool = True) -> None:
+    """Give engines a version, as a transport does."""
+    message = {"round": version}
+    await engines.open_transport(INIT_INFO)
+    await engines.begin_update()
+    await engines.load(message)
+    await engines.finish_update(version, message if lasting else None)
 
 
 async def pause() -> None:

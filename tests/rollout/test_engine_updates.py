@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, pause
+from fake_engines import INIT_INFO, UPDATE, Slot, actor_without_vllm, give, pause
 from rollout_config import rollout_config
 from waiting import HANG_S
 
@@ -291,16 +291,39 @@ async def test_an_engine_that_fails_in_an_update_has_it_when_the_update_ends(slo
     assert "finish_update" not in [call[0] for call in slot.calls[: slot.calls.index(("listen", "127.0.0.1"))]]
 
 
-async def test_an_engine_joins_with_the_weights_of_the_others_and_their_updates_do_not_wait_for_it(monkeypatch):
-    old, new = Slot(monkeypatch), Slot(monkeypatch, joining=True)
-    slots = [old]
-    group = EngineGroup(slots, pause)
-    await old.begin()
-    await give(group, 1)
+class Joining:
+    """An engine with version 1, and one that is to join it."""
+
+    def __init__(self, monkeypatch):
+        self.old, self.new = Slot(monkeypatch), Slot(monkeypatch, joining=True)
+        self._slots = [self.old]
+        self.group = EngineGroup(self._slots, pause)
+
+    async def begin(self):
+        await self.old.begin()
+        await give(self.group, 1)
+
+    async def join(self):
+        """Begin to join; returns the task of it."""
+        self._slots.append(self.new)
+        joining = asyncio.create_task(self.new.join(self.group.latest, self.group.init_info, self.group.settled))
+        await pause()
+        return joining
+
+
+@pytest.fixture
+async def joined(monkeypatch):
+    made = Joining(monkeypatch)
+    await made.begin()
+    yield made
+    for slot in (made.old, made.new):
+        await slot.close()
+
+
+async def test_an_engine_joins_with_the_weights_of_the_others_and_their_updates_do_not_wait_for_it(joined):
+    old, new, group = joined.old, joined.new, joined.group
     new.may_start.clear()
-    slots.append(new)
-    joining = asyncio.create_task(new.join(group.latest, group.init_info, group.settled))
-    await pause()
+    joining = await joined.join()
     await asyncio.wait_for(give(group, 2), HANG_S)
     assert old.version == 2 and not joining.done()
     new.may_start.set()
@@ -311,26 +334,15 @@ async def test_an_engine_joins_with_the_weights_of_the_others_and_their_updates_
     new.actor.fail = "load"  # from now on updates do wait for it
     await give(group, 4)
     assert new.version == old.version == 4 and new.restarts.count == 1
-    for slot in slots:
-        await slot.close()
 
 
-async def test_an_engine_that_joins_during_an_update_waits_for_its_end(monkeypatch):
-    old, new = Slot(monkeypatch), Slot(monkeypatch, joining=True)
-    slots = [old]
-    group = EngineGroup(slots, pause)
-    await old.begin()
-    await give(group, 1)
-    await group.begin_update()
-    slots.append(new)
-    joining = asyncio.create_task(new.join(group.latest, group.init_info, group.settled))
-    await pause()
-    assert new.names() == ["listen", "start"]
-    await group.finish_update(2, {"round": 2})
+async def test_an_engine_that_joins_during_an_update_waits_for_its_end(joined):
+    await joined.group.begin_update()
+    joining = await joined.join()
+    assert joined.new.names() == ["listen", "start"]
+    await joined.group.finish_update(2, {"round": 2})
     await joining
-    assert new.version == 2
-    for slot in slots:
-        await slot.close()
+    assert joined.new.version == 2
 
 
 async def test_nobody_waits_for_an_engine_that_leaves(monkeypatch):
@@ -356,14 +368,6 @@ async def test_nobody_waits_for_an_engine_that_leaves(monkeypatch):
     with pytest.raises(asyncio.CancelledError):
         await cancelled
     await kept.close()
-
-
-async def give(group, version):
-    """Give engines a version, as a transport does."""
-    await group.open_transport(INIT_INFO)
-    await group.begin_update()
-    await group.load({"round": version})
-    await group.finish_update(version, {"round": version})
 
 
 async def test_an_engine_that_is_to_leave_answers_what_it_has_as_interrupted(actor, monkeypatch):

@@ -10,13 +10,12 @@ import pytest
 
 pytest.importorskip("ray")
 
-from fake_engines import INIT_INFO, Slot, pause
+from fake_engines import Slot, give, pause
 from rollout_config import rollout_config
 from waiting import HANG_S, until
 
 from megatron_fleet.cluster.inventory import Device, Host, Inventory
 from megatron_fleet.cluster.placement import EnginePlace
-from megatron_fleet.rollout import pool as pool_module
 from megatron_fleet.rollout.actors import ActorSettings
 from megatron_fleet.rollout.engine_statistics import EngineStatistics
 from megatron_fleet.rollout.pool import Pool
@@ -28,7 +27,7 @@ OWN = Host("own", "10.0.0.1")
 class Worker:
     """A worker that notes what it is told about engines."""
 
-    name, told = "worker 0", None
+    name = "worker 0"
 
     def __init__(self):
         self.told = []
@@ -72,19 +71,12 @@ async def pool(tmp_path, monkeypatch):
     await made.close()
 
 
-async def update(group, version):
-    await group.open_transport(INIT_INFO)
-    await group.begin_update()
-    await group.load({"round": version})
-    await group.finish_update(version, {"round": version})
-
-
 def addresses(pool):
     return [(slot.name, slot.host) for slot in pool.engines]
 
 
 async def test_a_host_adds_an_engine_for_each_of_its_devices_with_the_present_weights(pool):
-    await update(pool.group, 3)
+    await give(pool.group, 3)
     devices = tuple(Device(i, f"GPU-{i}", "H100", 80 << 30) for i in range(2))
     await pool.add_host(Host("spot", "10.0.0.2", devices, rollout_only=True))
     await until(lambda: len(pool.engines) == 3)
@@ -113,7 +105,7 @@ async def test_a_host_that_leaves_is_released_first_and_one_that_is_gone_is_not_
     assert addresses(pool) == [("engine 0", "10.0.0.1")] and pool.collector.flight.allowed == 32
     await pool.remove_host("spot")  # its connection closes after its release
     await pool.remove_host("never there")
-    await update(pool.group, 4)
+    await give(pool.group, 4)
     assert pool.engines[0].version == 4
     # What they had counted is not lost with them.
     assert sum(one.generated_tokens for one in await pool.statistics()) == 111
@@ -158,4 +150,3 @@ async def test_a_rollout_without_engines_waits_for_one_and_not_for_ever(pool, mo
     pool._config = pool._config.model_copy(update={"cluster": cluster})
     with pytest.raises(RolloutFailed, match=r"no engine for 0.05 s .*mfleet node --rollout-only"):
         await pool._engines_there()
-    assert pool_module.log.name == "megatron_fleet.rollout.pool"

@@ -63,14 +63,14 @@ class EvalConfig(Section):
         False,
         description="Evaluate beside training. Engines on devices of their own play the evaluation while the trainer "
         "computes the next update; colocated ones during the next step's rollout, in the places that its last episodes "
-        "leave free. eval.engines needs no overlap.",
+        "leave free. Not with eval.engines.",
     )
     engines: int = Field(
         0,
         ge=0,
-        description="Engines, besides rollout.engine.replicas and on devices of their own, that play the evaluations "
-        "before the last step while training goes on, for several steps if need be; eval.overlap stays false then. 0: "
-        "the engines of the rollout play them.",
+        description="Dedicated evaluation engines, besides rollout.engine.replicas and on separate devices. They "
+        "evaluate during training; an evaluation may take several steps. The one after the last step runs on the "
+        "rollout engines. 0: all evaluations run on the rollout engines.",
     )
     upload: str | None = Field(
         None,
@@ -87,9 +87,9 @@ class EvalConfig(Section):
 def sharing_problem(engines: int) -> str:
     """Return why evaluation engines cannot be beside engines that share the ranks' devices. ``engines``: the key."""
     return (
-        f"eval.engines={engines} needs rollout.engine.colocated=false: engines on devices of their own cannot get "
-        f"their weights as those do that share the ranks' devices; set that, or eval.engines=0 and eval.overlap=true, "
-        f"which plays evaluations in the places that the next rollout leaves free."
+        f"eval.engines={engines} needs rollout.engine.colocated=false, because weights that are passed within a device "
+        f"do not reach engines on other devices; set that, or eval.engines=0 and eval.overlap=true, which evaluates in "
+        f"the places that the next rollout leaves free."
     )
 
 
@@ -109,8 +109,8 @@ def _engines(c: Config) -> str | None:
         )
     if e.overlap:
         return (
-            f"eval.engines={e.engines} with eval.overlap=true: evaluation engines play beside training anyway; leave "
-            f"one of them out."
+            f"eval.engines={e.engines} with eval.overlap=true: evaluation engines evaluate during training in any "
+            f"case; set only one of them."
         )
     return sharing_problem(e.engines) if c.rollout.engine.colocated else None
 
